@@ -1,0 +1,50 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets up what it needs.
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= python3
+
+.PHONY: help setup demo test lint types protos bench test-peers docs clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## virtual environment in .venv with pinned dependencies (no torch)
+
+$(STAMP): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+demo: $(STAMP) ## gateway + 4 ranks + real traffic on free loopback ports; KEEP=1 stays up, ENGINE=vllm|tokenspeed
+	$(BIN)/python -m tools.demo $(if $(KEEP),--keep) $(if $(ENGINE),--protocol $(ENGINE))
+
+test: $(STAMP) ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff, import contracts, protos, generated files, dependencies
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/python -m tools.generate --check
+	$(BIN)/deptry .
+
+types: $(STAMP) ## mypy --strict
+	$(BIN)/mypy
+
+protos: $(STAMP) ## regenerate gateway/v1 from protos/
+	$(BIN)/python -m tools.protos
+
+bench: $(STAMP) ## micro benchmarks and CPU per token; prints ratios
+	$(BIN)/python -m tests.bench
+
+test-peers: $(STAMP) ## a real router in front of the gateway (own virtual environment in .venv-peers)
+	$(BIN)/python -m pytest -m peers tests/peers
+
+docs: $(STAMP) ## regenerate the generated docs and the JSON schema
+	$(BIN)/python -m tools.generate
+
+clean: ## remove what the targets above made
+	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
