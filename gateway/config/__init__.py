@@ -1,0 +1,1 @@
+"""Configuration: one schema, one loader."""

@@ -1,0 +1,240 @@
+"""The one definition of every setting. Strict: an unknown key is an error.
+
+A leaf module (msgspec only), so that core and edges take their settings from here instead of
+repeating them. The loader turns YAML into `Config`; docs and the JSON schema are generated from it.
+Units are in the names. `null` (or absence) means unlimited or automatic; 0 never does.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+_INT32_MAX = 2**31 - 1
+
+# A title names the format in words: it is what error messages and the generated docs show. `$` in
+# Python also matches before a last newline, hence the look-ahead.
+Port = Annotated[str, Meta(pattern=r"^\S+:[0-9]{1,5}$(?!\n)", title="HOST:PORT")]
+Endpoint = Annotated[str, Meta(pattern=r"^(tcp|ipc)://\S+$(?!\n)", title="tcp://HOST:PORT or ipc://PATH")]
+Name = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$(?!\n)",
+        title="name: 1 to 128 letters, digits or . _ / - with a letter or digit first",
+    ),
+]
+Count = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
+Tokens = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
+Bytes = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
+Seconds = Annotated[float, Meta(gt=0)]
+KeepaliveSeconds = Annotated[float, Meta(gt=0, le=2_000_000)]
+"""gRPC counts keepalive times in milliseconds of 32 bits."""
+NonNegativeSeconds = Annotated[float, Meta(ge=0)]
+Ratio = Annotated[float, Meta(ge=0, le=1)]
+TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every settings Struct."""
+
+
+class Keepalive(_Strict, frozen=True, kw_only=True):
+    """gRPC keepalive of the listeners."""
+
+    time_s: Annotated[KeepaliveSeconds, Meta(description="idle time before the server pings a connection")] = 60.0
+    timeout_s: Annotated[KeepaliveSeconds, Meta(description="time to wait for the ping's answer")] = 20.0
+    min_client_ping_s: Annotated[
+        KeepaliveSeconds, Meta(description="clients that ping more often are disconnected")
+    ] = 10.0
+    max_connection_age_s: Annotated[
+        KeepaliveSeconds | None, Meta(description="age at which a connection is closed")
+    ] = None
+    max_connection_age_grace_s: Annotated[KeepaliveSeconds, Meta(description="time its open streams get to end")] = (
+        600.0
+    )
+
+
+class Listen(_Strict, frozen=True, kw_only=True):
+    """Addresses that the gateway serves on."""
+
+    grpc: Annotated[Port, Meta(description="clients: GatewayService and the standard engine service")] = (
+        "127.0.0.1:50051"
+    )
+    admin: Annotated[Port, Meta(description="operators: AdminService")] = "127.0.0.1:50052"
+    metrics: Annotated[Port | None, Meta(description="Prometheus; null switches it off")] = "127.0.0.1:9090"
+    transport: Annotated[Literal["grpcio"], Meta(description="gRPC server implementation")] = "grpcio"
+    max_message_bytes: Annotated[Bytes, Meta(description="largest gRPC message in either direction")] = 64 * 1024 * 1024
+    keepalive: Keepalive = Keepalive()
+    allow_wildcard: Annotated[bool, Meta(description="permit binding to all interfaces (0.0.0.0, ::, *)")] = False
+
+
+class Model(_Strict, frozen=True, kw_only=True):
+    """The model that every group serves."""
+
+    name: Annotated[Name, Meta(description="served model name")]
+    max_context_tokens: Annotated[Tokens, Meta(description="prompt + generated tokens of one sequence")]
+    vocab_size: Annotated[Count, Meta(description="token ids are below this")]
+    eos_token_ids: Annotated[
+        tuple[TokenId, ...], Meta(description="ids that end a sequence; the first is the primary one")
+    ] = ()
+    tokenizer_path: Annotated[
+        str | None, Meta(description="directory that standard-service clients load the tokenizer from")
+    ] = None
+
+
+class Sockets(_Strict, frozen=True, kw_only=True):
+    """Where the private per-rank data sockets are bound."""
+
+    transport: Annotated[Literal["ipc", "tcp"], Meta(description="ipc for ranks on this host, tcp otherwise")] = "ipc"
+    dir: Annotated[
+        str | None, Meta(description="ipc: directory (0700, owned by this user); null makes a temporary one")
+    ] = None
+    host: Annotated[str, Meta(description="tcp: address to bind and to announce to the ranks")] = "127.0.0.1"
+
+
+class Group(_Strict, frozen=True, kw_only=True):
+    """Ranks with the same model and configuration that dial one handshake address."""
+
+    name: Annotated[Name, Meta(description="unique name of the group, shown in listings and metrics")]
+    protocol: Annotated[Literal["tokenspeed", "vllm"], Meta(description="engine wire format")]
+    handshake: Annotated[Endpoint, Meta(description="address that the ranks dial")]
+    ranks: Annotated[int, Meta(ge=1, le=1024, description="number of ranks")]
+    start_index: Annotated[int, Meta(ge=0, le=65535, description="engine index of the group's first rank")] = 0
+    min_ready: Annotated[int, Meta(ge=0, description="ranks that must be READY before the gateway is ready")] = 1
+    load_semantics: Annotated[
+        Literal["disjoint", "resident"] | None,
+        Meta(description="disjoint: running excludes waiting; resident: includes it; null: the protocol's own"),
+    ] = None
+    coupled: Annotated[bool, Meta(description="ranks step in lockstep (attention-DP, MoE)")] = False
+    sockets: Sockets = Sockets()
+
+
+class TieTolerance(_Strict, frozen=True, kw_only=True):
+    """Costs this close to the best are ties."""
+
+    relative: Annotated[float, Meta(ge=0, description="fraction of the best cost")] = 1e-9
+    absolute: Annotated[float, Meta(ge=0, description="difference in the unit of the cost")] = 0.0
+
+
+PresetName = Literal["lmetric", "smg", "vllm", "vllm_4w_r", "round_robin", "random", "p2c", "least_in_flight"]
+
+
+class Policy(_Strict, frozen=True, kw_only=True):
+    """How a rank is chosen: exactly one of a preset and a cost formula; the other keys override the preset's."""
+
+    preset: Annotated[
+        PresetName | None, Meta(description="named set of the keys below; absent with a cost of your own")
+    ] = None
+    cost: Annotated[str | None, Meta(description="formula over the documented variables; smaller is better")] = None
+    picker: Annotated[
+        Literal["argmin", "p2c", "random", "round_robin"] | None,
+        Meta(
+            description="argmin: the best of all; p2c: the better of two drawn at random; null: the preset's, else argmin"
+        ),
+    ] = None
+    tie_break: Annotated[
+        Literal["random", "rotate", "first"] | None,
+        Meta(description="choice among ranks of equal cost; null: the preset's, else random"),
+    ] = None
+    objective: Annotated[
+        Literal["min", "max"] | None,
+        Meta(description="whether the smallest or largest value wins; null: the preset's, else min"),
+    ] = None
+    tie_tolerance: Annotated[
+        TieTolerance | None, Meta(description="costs this close to the best are ties; null: the defaults below")
+    ] = None
+    seed: Annotated[int | None, Meta(description="seed of the random tie-break and pickers; null: from the system")] = (
+        None
+    )
+
+
+class Filters(_Strict, frozen=True, kw_only=True):
+    """Which ranks a request may go to, before any picker. Soft filters are relaxed when no rank passes."""
+
+    kv_fit: Annotated[
+        Literal["hard", "soft", "off"], Meta(description="the prompt must fit the rank's free KV tokens")
+    ] = "hard"
+    max_kv_usage: Annotated[
+        Ratio | None, Meta(description="soft: shun ranks above this while they have work in flight")
+    ] = 0.95
+
+
+class Load(_Strict, frozen=True, kw_only=True):
+    """How reported load is interpreted."""
+
+    abort_settle_s: Annotated[
+        NonNegativeSeconds, Meta(description="a report without rows this soon after our abort is clamped")
+    ] = 1.0
+    foreign_ttl_s: Annotated[
+        Seconds, Meta(description="load on an idle rank is believed this long without a fresh report")
+    ] = 2.0
+
+
+class Admission(_Strict, frozen=True, kw_only=True):
+    """Bounds on what is in flight. Beyond them: RESOURCE_EXHAUSTED with RetryInfo."""
+
+    max_in_flight: Annotated[Count, Meta(description="sequences in flight in this gateway")] = 16384
+    max_in_flight_per_rank: Annotated[
+        Count | None, Meta(description="null: 4 x the rank's max_num_seqs, or 1024 if unknown")
+    ] = None
+
+
+class Limits(_Strict, frozen=True, kw_only=True):
+    """Bounds on one request and one connection."""
+
+    default_deadline_s: Annotated[Seconds | None, Meta(description="deadline of requests that bring none")] = None
+    max_streams_per_connection: Annotated[Count, Meta(description="concurrent streams on one connection")] = 1024
+    max_n: Annotated[int, Meta(ge=1, le=1024, description="largest n (sequences per request)")] = 64
+    max_logprobs: Annotated[int, Meta(ge=0, le=128, description="largest number of logprobs per token")] = 20
+    max_stop_token_ids: Annotated[
+        int, Meta(ge=0, le=4096, description="largest number of stop token ids per request")
+    ] = 256
+    max_request_id_bytes: Annotated[
+        int, Meta(ge=1, le=4096, description="longest request id that a client may choose")
+    ] = 256
+    max_stream_buffer_bytes: Annotated[
+        Bytes, Meta(description="unsent output of one sequence before its reader is ended")
+    ] = 1024 * 1024
+
+
+class Drain(_Strict, frozen=True, kw_only=True):
+    """What happens between SIGTERM and exit."""
+
+    delay_s: Annotated[NonNegativeSeconds, Meta(description="time between readiness off and refusing new requests")] = (
+        0.0
+    )
+    grace_s: Annotated[NonNegativeSeconds, Meta(description="time that live requests get to end")] = 30.0
+
+
+class Observability(_Strict, frozen=True, kw_only=True):
+    """Logs and decision records."""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is written")
+    ] = "info"
+    log_format: Annotated[
+        Literal["json", "console"], Meta(description="json: one object a line; console: for people")
+    ] = "json"
+    decision_ring: Annotated[int, Meta(ge=0, le=1_000_000, description="decision records kept; 0 keeps none")] = 4096
+
+
+class Config(_Strict, frozen=True, kw_only=True):
+    """The whole configuration file."""
+
+    version: Annotated[Literal[1], Meta(description="version of this file's format")]
+    listen: Listen = Listen()
+    model: Model
+    groups: Annotated[
+        tuple[Group, ...], Meta(min_length=1, description="rank numbers run through the groups in this order")
+    ]
+    gateways: Annotated[int, Meta(ge=1, le=1024, description="gateways that share these ranks")] = 1
+    state_dir: Annotated[
+        str | None, Meta(description="directory that lets a restarted gateway re-attach; null: no re-attach")
+    ] = None
+    policy: Policy = Policy(preset="lmetric")
+    filters: Filters = Filters()
+    load: Load = Load()
+    admission: Admission = Admission()
+    limits: Limits = Limits()
+    drain: Drain = Drain()
+    observability: Observability = Observability()

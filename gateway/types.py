@@ -1,0 +1,130 @@
+"""Neutral types that cross the boundaries between core, wire, edges and the engine stub.
+
+A leaf module: it imports the standard library and msgspec only. Nothing here knows a wire format,
+a socket or a policy. Column-shaped batches are deliberate: both engines send one message per step
+for the whole batch, and one pass over a few lists is the cheapest thing Python can do with it.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+Protocol = Literal["tokenspeed", "vllm"]
+FinishReason = Literal["", "stop", "length", "abort", "error"]
+"""Why a sequence ended at the engine; the empty string means that it is still running."""
+
+RUNNING: FinishReason = ""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters in API terms, already validated. Engine quirks are the codecs' business.
+
+    `top_k` -1 disables it. `max_tokens` is always set: the edge fills in what the context allows.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt as a codec needs it. `wire_id` is unique for ever; the client's id never goes out."""
+
+    wire_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    arrived_at_unix_s: float = 0.0
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A load snapshot exactly as the rank reported it; `kv_usage` may be outside [0, 1]."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    kv_total_pages: int | None = None
+    step_counter: int | None = None
+    source: Literal["output", "coordinator"] = "output"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """The chosen token's log probability and the alternatives `(token id, logprob)` that were asked for."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class EngineBatch(msgspec.Struct, kw_only=True):
+    """One engine step's output for one rank. The columns are parallel to `ids`.
+
+    `token_ids` holds new tokens only. `completion_tokens` is cumulative where the wire carries it.
+    `load` is None when the frame held no usable report (`load_fault` then says whether it was bad).
+    `failed_ids` names requests whose rows could not be read; `lossy` says that the frame may have
+    carried tokens for requests that could not even be named.
+    """
+
+    ids: Sequence[str]
+    token_ids: Sequence[Sequence[int]]
+    finish: Sequence[FinishReason]
+    completion_tokens: Sequence[int] | None = None
+    prompt_tokens: Sequence[int] | None = None
+    cached_tokens: Sequence[int | None] | None = None
+    logprobs: Sequence[Sequence[TokenLogprob] | None] | None = None
+    engine_index: int | None = None
+    load: EngineLoad | None = None
+    load_fault: str | None = None
+    failed_ids: Sequence[str] = ()
+    lossy: bool = False
+    fault: str | None = None
+
+
+class EngineDead(msgspec.Struct, frozen=True):
+    """The rank announced its own end (`ENGINE_CORE_DEAD`)."""
+
+
+class EngineNoise(msgspec.Struct, frozen=True):
+    """A frame that can't have carried tokens: counted by `reason`, otherwise ignored."""
+
+    reason: str
+
+
+class EngineControl(msgspec.Struct, frozen=True, kw_only=True):
+    """Wave control or a utility reply (vLLM); load may ride along."""
+
+    engine_index: int | None = None
+    wave_complete: int | None = None
+    start_wave: int | None = None
+    utility_call_id: int | None = None
+    utility_failure: str | None = None
+
+
+EngineMessage = EngineBatch | EngineDead | EngineNoise | EngineControl
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank said of itself when it registered. None where it did not say."""
+
+    max_model_len: int
+    num_gpu_blocks: int | None = None
+    block_size: int | None = None
+    kv_capacity_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    data_parallel_size: int = 1
+    data_parallel_rank: int | None = None
+    engine_version: str = ""
+    dtype: str = ""
+    instance_id: str = ""
