@@ -1,0 +1,162 @@
+"""What one engine batch does to the core: store load, append rows, collect what ended.
+
+The hot path. Per row: one dict lookup, one append, no allocation beyond the tokens themselves.
+"""
+
+from gateway.core.counters import Counters
+from gateway.core.errors import GatewayError, Reason
+from gateway.core.ledger import Ledger
+from gateway.core.load import LoadBook
+from gateway.core.ranks import RankTable
+from gateway.core.request import Attempt, Sequence
+from gateway.core.strays import Strays
+from gateway.types import EngineBatch, FinishReason
+
+
+class BatchResult:
+    """What the router still has to do: release the finished, end the failed, abort the strays."""
+
+    __slots__ = ("failed", "finished", "stray_ids")
+
+    def __init__(self) -> None:
+        self.finished: list[tuple[Attempt, FinishReason]] = []
+        self.failed: list[tuple[Attempt, GatewayError]] = []
+        self.stray_ids: list[str] = []
+
+
+class BatchIntake:
+    """Applies batches. Holds no state of its own."""
+
+    def __init__(
+        self,
+        table: RankTable,
+        ledger: Ledger,
+        load: LoadBook,
+        strays: Strays,
+        counters: Counters,
+        max_backlog_bytes: int,
+    ) -> None:
+        self._table = table
+        self._ledger = ledger
+        self._load = load
+        self._strays = strays
+        self._counters = counters
+        self._max_backlog_bytes = max_backlog_bytes
+
+    def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence]) -> BatchResult:
+        """Store the load, append every row, and say what ended. Releases are the caller's."""
+        counters = self._counters
+        counters.batches[rank] += 1
+        if batch.engine_index is not None and batch.engine_index != self._table.engine_index[rank]:
+            counters.index_mismatches += 1
+        was_empty = not self._table.in_flight[rank]
+        self._load.store(rank, batch, now)
+        result = BatchResult()
+        self._append_rows(rank, batch, now, dirty, result)
+        if batch.fault is not None:
+            self._fail_unreadable(rank, batch, result)
+        self._table.refresh(rank)
+        if was_empty:
+            self._load.settle(rank, batch, now)
+        return result
+
+    def _append_rows(
+        self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence], result: BatchResult
+    ) -> None:
+        live = self._ledger.live
+        completion = batch.completion_tokens
+        cached, logprobs = batch.cached_tokens, batch.logprobs
+        total = 0
+        index = -1
+        for wire_id, token_ids, finish in zip(batch.ids, batch.token_ids, batch.finish, strict=True):
+            index += 1
+            attempt = live.get(wire_id)
+            if attempt is None or attempt.rank != rank:
+                self._stray(rank, wire_id, attempt, now, result, is_final=finish != "")
+                continue
+            count = len(token_ids)
+            if completion is not None and completion[index] != attempt.tokens_out + count:
+                self._miscounted(attempt, completion[index], count, result)
+                continue
+            sequence = attempt.sequence
+            if count:
+                if attempt.first_token_at is None:
+                    self._ledger.start(attempt, now)
+                    if sequence.request.first_token_at is None:
+                        sequence.request.first_token_at = now
+                    if cached is not None:
+                        sequence.cached_tokens = cached[index] or 0
+                attempt.tokens_out += count
+                total += count
+                packed = sequence.append(token_ids, logprobs[index] if logprobs is not None else None)
+                if packed and sequence.backlog_bytes > self._max_backlog_bytes:
+                    result.failed.append((attempt, _slow_reader(self._max_backlog_bytes)))
+            if not sequence.is_dirty:
+                sequence.is_dirty = True
+                dirty.append(sequence)
+            if finish:
+                result.finished.append((attempt, finish))
+        self._counters.rows += index + 1
+        if total:
+            self._counters.tokens[rank] += total
+            self._ledger.add_tokens(rank, total)
+
+    def _stray(
+        self, rank: int, wire_id: str, attempt: Attempt | None, now: float, result: BatchResult, *, is_final: bool
+    ) -> None:
+        """A row that belongs to no live attempt of this rank never reaches a client."""
+        if attempt is not None:
+            self._counters.misattributed_rows += 1
+            return
+        if self._strays.is_ours(wire_id):
+            self._counters.late_rows += 1
+        else:
+            self._counters.orphan_rows += 1
+        if self._strays.seen(rank, wire_id, now, is_final=is_final):
+            result.stray_ids.append(wire_id)
+
+    def _miscounted(self, attempt: Attempt, claimed: int, count: int, result: BatchResult) -> None:
+        """The engine's cumulative count and what arrived differ: tokens were lost or doubled."""
+        missing = claimed - attempt.tokens_out - count
+        if missing > 0:
+            self._counters.lost_tokens += missing
+        else:
+            self._counters.duplicated_tokens -= missing
+        kind = "lost" if missing > 0 else "doubled"
+        error = GatewayError(
+            Reason.DATA_LOSS,
+            f"{abs(missing)} tokens were {kind} between rank {attempt.rank} and the gateway",
+            rank=attempt.rank,
+            delivered_tokens=attempt.tokens_out,
+        )
+        result.failed.append((attempt, error))
+
+    def _fail_unreadable(self, rank: int, batch: EngineBatch, result: BatchResult) -> None:
+        """Rows that could not be read: fail whom they name, or everyone they may have hit.
+
+        Where the wire carries cumulative counts the next row of each victim tells; where it does not
+        (vLLM), any attempt of the rank may have lost tokens, its first ones included.
+        """
+        live = self._ledger.live
+        victims = [live[wire_id] for wire_id in batch.failed_ids if wire_id in live and live[wire_id].rank == rank]
+        self._counters.failed_rows += len(batch.failed_ids)
+        if batch.lossy:
+            self._counters.lossy_frames += 1
+            if not self._table.counts_tokens[rank]:
+                victims = self._ledger.of_rank(rank)
+        for attempt in victims:
+            error = GatewayError(
+                Reason.DATA_LOSS,
+                f"rank {rank} sent output that could not be read ({batch.fault})",
+                rank=rank,
+                delivered_tokens=attempt.tokens_out,
+            )
+            result.failed.append((attempt, error))
+
+
+def _slow_reader(limit_bytes: int) -> GatewayError:
+    return GatewayError(
+        Reason.SLOW_READER,
+        f"more than {limit_bytes} bytes of output wait for the reader; read faster or raise the limit",
+        limit_bytes=limit_bytes,
+    )

@@ -1,0 +1,81 @@
+"""What the core counts. Plain integers and dicts with bounded keys; edges read, the core writes."""
+
+from gateway.core.errors import Reason
+
+
+class Counters:
+    """Monotonic counts since start. Dict keys are fixed enums or rank numbers, so label sets are bounded."""
+
+    __slots__ = (
+        "accepted",
+        "batches",
+        "clamped",
+        "deadlines_expired",
+        "decisions",
+        "double_ends",
+        "double_releases",
+        "duplicated_tokens",
+        "ended",
+        "failed_rows",
+        "foreign_expired",
+        "foreign_reports",
+        "index_mismatches",
+        "late_rows",
+        "load_faults",
+        "lossy_frames",
+        "lost_tokens",
+        "misattributed_rows",
+        "non_finite_costs",
+        "orphan_rows",
+        "reaborts",
+        "refused",
+        "relaxed_filters",
+        "rows",
+        "snapshots",
+        "stale_events",
+        "step_regressions",
+        "tokens",
+    )
+
+    def __init__(self, ranks: int) -> None:
+        self.accepted = 0
+        self.ended: dict[str, int] = {"OK": 0}
+        self.refused: dict[Reason, int] = {}
+        self.decisions = [0] * ranks
+        self.batches = [0] * ranks
+        self.snapshots = [0] * ranks
+        self.clamped = [0] * ranks
+        self.tokens = [0] * ranks
+        self.rows = 0
+        self.late_rows = 0
+        self.orphan_rows = 0
+        self.misattributed_rows = 0
+        self.failed_rows = 0
+        self.reaborts = 0
+        self.lossy_frames = 0
+        self.load_faults = 0
+        self.index_mismatches = 0
+        self.step_regressions = 0
+        self.foreign_reports = 0
+        self.foreign_expired = 0
+        self.lost_tokens = 0
+        self.duplicated_tokens = 0
+        self.double_ends = 0
+        self.double_releases = 0
+        self.stale_events = 0
+        self.deadlines_expired = 0
+        self.relaxed_filters = 0
+        self.non_finite_costs = 0
+
+    def as_dict(self) -> dict[str, int | list[int] | dict[str, int]]:
+        """A copy of every counter by name, for edges that export them."""
+        out: dict[str, int | list[int] | dict[str, int]] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                out[name] = {str(key): count for key, count in list(value.items())}
+            elif isinstance(value, list):
+                out[name] = list(value)
+            else:
+                out[name] = value
+        return out

@@ -1,0 +1,63 @@
+"""What the core wants done: the only outputs of `Router.handle`, executed by the edge in order.
+
+Tokens never travel in effects. `Router.take_dirty()` returns the sequences whose outbox has
+something to flush; the edge flushes each once per loop turn.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gateway.types import EngineRequest
+
+if TYPE_CHECKING:
+    from gateway.core.errors import GatewayError
+    from gateway.core.request import Request
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    """Send this attempt's ADD to the rank. The charge is already made."""
+
+    rank: int
+    incarnation: int
+    request: EngineRequest
+
+
+class AbortOnRank(msgspec.Struct, frozen=True):
+    """Tell the rank to stop these attempts. Their records are already released."""
+
+    rank: int
+    incarnation: int
+    wire_ids: Sequence[str]
+
+
+class RequestAccepted(msgspec.Struct, frozen=True):
+    """The request was admitted; `request.handle` names it from now on."""
+
+    request: "Request"
+
+
+class RequestRefused(msgspec.Struct, frozen=True):
+    """The request was not admitted; nothing was reserved and nothing must be released."""
+
+    error: "GatewayError"
+
+
+class RequestEnded(msgspec.Struct, frozen=True):
+    """The one terminal outcome of an accepted request: `request.error` is None on success."""
+
+    request: "Request"
+
+
+class RankStateChanged(msgspec.Struct, frozen=True):
+    """A rank moved in its lifecycle table."""
+
+    rank: int
+    incarnation: int
+    old: str
+    new: str
+    cause: str
+
+
+Effect = Dispatch | AbortOnRank | RequestAccepted | RequestRefused | RequestEnded | RankStateChanged

@@ -1,0 +1,118 @@
+"""What happens to the gateway: the only inputs of `Router.handle`. Past tense, immutable.
+
+Rank numbers are global: a group's offset + the index within the group. Times are seconds of one
+monotonic clock that the edge reads; the core never asks for the time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.core.errors import Reason
+from gateway.types import EngineBatch, RankInfo, Sampling
+
+
+class RequestArrived(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoded client request. `sink` is the edge's own object; the core hands it back untouched.
+
+    `client_key` names the caller within which `request_id` must be unique while live.
+    `pinned_rank` is the raw number the client gave (range-checked by the core).
+    `deadline_at` is absolute, in seconds of the same clock as `now`.
+    """
+
+    client_key: str
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    n: int = 1
+    model: str | None = None
+    pinned_rank: int | None = None
+    priority: int = 0
+    deadline_at: float | None = None
+    arrived_at_unix_s: float = 0.0
+    sink: Any = None
+
+
+class RequestCancelled(msgspec.Struct, frozen=True):
+    """A caller gave up on a live request: client cancel, disconnect, Abort, slow reader."""
+
+    handle: int
+    reason: Reason
+
+
+class BatchReceived(msgspec.Struct, frozen=True):
+    """One decoded output message of one rank incarnation."""
+
+    rank: int
+    incarnation: int
+    batch: EngineBatch
+
+
+class RankJoined(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank registered (or was re-attached) and can be addressed from now on."""
+
+    rank: int
+    incarnation: int
+    info: RankInfo
+    reattached: bool = False
+
+
+class RankLost(msgspec.Struct, frozen=True):
+    """A rank's sockets are gone or it announced its end."""
+
+    rank: int
+    incarnation: int
+    cause: str
+
+
+class SendFailed(msgspec.Struct, frozen=True):
+    """An ADD could not be handed to the rank; the attempt never started there."""
+
+    rank: int
+    incarnation: int
+    wire_id: str
+    cause: str
+
+
+class SendBlocked(msgspec.Struct, frozen=True):
+    """The rank's send FIFO became non-empty: not eligible until `SendUnblocked`."""
+
+    rank: int
+    incarnation: int
+
+
+class SendUnblocked(msgspec.Struct, frozen=True):
+    """The rank's send FIFO drained."""
+
+    rank: int
+    incarnation: int
+
+
+class DrainStarted(msgspec.Struct, frozen=True):
+    """The whole gateway drains: new requests are refused, live ones go on."""
+
+
+class AbortAll(msgspec.Struct, frozen=True):
+    """Grace is over: every live request ends with `reason`."""
+
+    reason: Reason
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed. Expires deadlines, foreign load and bounded memories."""
+
+
+Event = (
+    RequestArrived
+    | RequestCancelled
+    | BatchReceived
+    | RankJoined
+    | RankLost
+    | SendFailed
+    | SendBlocked
+    | SendUnblocked
+    | DrainStarted
+    | AbortAll
+    | Tick
+)

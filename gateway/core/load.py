@@ -1,0 +1,135 @@
+"""Snapshots: stored as reported, normalised, and clamped when the gateway knows better.
+
+The gateway routed every request, so it is the authority on quiescence: when a rank's in-flight set
+is empty, what the rank last said about its queue is stale (its last report was taken before its last
+request ended) and becomes 0. KV usage stays as reported, and so does the snapshot's age.
+"""
+
+from gateway.config.schema import Load as LoadSettings
+from gateway.core.counters import Counters
+from gateway.core.ranks import RankTable
+from gateway.types import EngineBatch, EngineLoad
+
+
+class LoadBook:
+    """Owns the snapshot columns of the rank table."""
+
+    def __init__(self, table: RankTable, settings: LoadSettings, gateways: int, counters: Counters) -> None:
+        self._table = table
+        self._settings = settings
+        self._gateways = gateways
+        self._counters = counters
+        self._own_at_receipt = [0] * table.size
+        self._last_abort_at: list[float | None] = [None] * table.size
+        self._last_step: dict[tuple[int, str], int] = {}
+        self._foreign: set[int] = set()
+
+    def join(self, rank: int) -> None:
+        """A new incarnation starts without a report."""
+        self._table.forget_snapshot(rank)
+        self._own_at_receipt[rank] = 0
+        self._last_abort_at[rank] = None
+        self._foreign.discard(rank)
+        for source in ("output", "coordinator"):
+            self._last_step.pop((rank, source), None)
+
+    def aborted(self, rank: int, now: float) -> None:
+        """We sent an abort; reports without rows soon after still count the aborted request."""
+        self._last_abort_at[rank] = now
+
+    def store(self, rank: int, batch: EngineBatch, now: float) -> None:
+        """Keep a batch's report. Runs before the batch's rows are looked at."""
+        if batch.load_fault is not None:
+            self._counters.load_faults += 1
+        load = batch.load
+        if load is None or self._is_regression(rank, load):
+            return
+        table = self._table
+        table.reported_running[rank] = load.running
+        table.reported_waiting[rank] = load.waiting
+        table.kv_usage[rank] = min(1.0, max(0.0, load.kv_usage))
+        table.snapshot_at[rank] = now
+        table.sent_since_snapshot[rank] = 0
+        self._own_at_receipt[rank] = table.in_flight[rank]
+        self._counters.snapshots[rank] += 1
+        self._normalise(rank)
+
+    def settle(self, rank: int, batch: EngineBatch, now: float) -> None:
+        """Judge a report that came while nothing of ours was in flight and nothing of ours was in it."""
+        if batch.load is None:
+            return
+        table = self._table
+        if not (table.reported_running[rank] or table.reported_waiting[rank]):
+            self._foreign.discard(rank)
+            return
+        last_abort = self._last_abort_at[rank]
+        is_settling = last_abort is not None and now - last_abort <= self._settings.abort_settle_s
+        if len(batch.ids) or is_settling:
+            self.clamp(rank)
+        else:
+            self._counters.foreign_reports += 1
+            self._foreign.add(rank)
+
+    def clamp(self, rank: int) -> None:
+        """The in-flight set is empty: queue counts go to the other gateways' share, 0 for a sole one."""
+        table = self._table
+        self._foreign.discard(rank)
+        if not (table.reported_running[rank] or table.reported_waiting[rank]):
+            return
+        self._counters.clamped[rank] += 1
+        if self._gateways == 1:
+            table.reported_running[rank] = 0
+            table.reported_waiting[rank] = 0
+        else:
+            self._remove_own(rank)
+        self._own_at_receipt[rank] = 0
+        self._normalise(rank)
+
+    def expire(self, now: float) -> None:
+        """Forget foreign load that no fresh report confirmed: an idle engine is silent."""
+        table = self._table
+        for rank in tuple(self._foreign):
+            at = table.snapshot_at[rank]
+            if at is None or now - at > self._settings.foreign_ttl_s:
+                self._foreign.discard(rank)
+                self._counters.foreign_expired += 1
+                table.reported_running[rank] = 0
+                table.reported_waiting[rank] = 0
+                self._normalise(rank)
+
+    @property
+    def has_foreign(self) -> bool:
+        """Whether any rank's stored report may expire."""
+        return bool(self._foreign)
+
+    def _is_regression(self, rank: int, load: EngineLoad) -> bool:
+        if load.step_counter is None:
+            return False
+        key = (rank, load.source)
+        last = self._last_step.get(key)
+        if last is not None and load.step_counter < last:
+            self._counters.step_regressions += 1
+            return True
+        self._last_step[key] = load.step_counter
+        return False
+
+    def _remove_own(self, rank: int) -> None:
+        """Take our own requests at receipt out of the report: the running ones first."""
+        table = self._table
+        own = self._own_at_receipt[rank]
+        if table.is_resident[rank]:
+            # Waiting is part of running: shrink the total, then cut waiting to what is left of it.
+            table.reported_running[rank] = max(0, table.reported_running[rank] - own)
+            table.reported_waiting[rank] = min(table.reported_waiting[rank], table.reported_running[rank])
+            return
+        from_running = min(own, table.reported_running[rank])
+        table.reported_running[rank] -= from_running
+        table.reported_waiting[rank] = max(0, table.reported_waiting[rank] - (own - from_running))
+
+    def _normalise(self, rank: int) -> None:
+        table = self._table
+        running = table.reported_running[rank]
+        waiting = table.reported_waiting[rank]
+        table.running[rank] = max(0, running - waiting) if table.is_resident[rank] else running
+        table.waiting[rank] = waiting
+        table.refresh(rank)

@@ -1,0 +1,128 @@
+"""Everything that is checked before a request may reach a rank.
+
+A bad request must never leave the gateway: a real engine rank can lose its input thread or die on
+values that its own front end would have refused (a negative temperature, a token id outside the
+vocabulary, an empty prompt, a duplicate id). Each rule here protects a rank; each has a test.
+"""
+
+from math import isfinite
+
+from gateway.config.schema import Limits, Model
+from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RequestArrived
+from gateway.types import Protocol, Sampling
+
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+_MAX_TEMPERATURE = 100.0
+_MAX_PENALTY = 2.0
+_MAX_REPETITION_PENALTY = 100.0
+
+
+def invalid(field: str, message: str, **facts: object) -> GatewayError:
+    """An INVALID_REQUEST error that names its field."""
+    return GatewayError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field, **facts)
+
+
+class Validator:
+    """The rules of one deployment: its model, limits and engine family."""
+
+    def __init__(self, model: Model, limits: Limits, protocol: Protocol, ranks: int) -> None:
+        self._model = model
+        self._limits = limits
+        self._protocol = protocol
+        self._ranks = ranks
+
+    def check(self, arrived: RequestArrived) -> None:
+        """Raise the first problem as a `GatewayError`; return silently when the request may go on."""
+        self._check_identity(arrived)
+        self._check_prompt(arrived)
+        self._check_lengths(arrived)
+        self._check_numbers(arrived.sampling)
+        self._check_tokens(arrived.sampling)
+
+    def _check_identity(self, arrived: RequestArrived) -> None:
+        limits = self._limits
+        if len(arrived.request_id.encode()) > limits.max_request_id_bytes:
+            raise invalid("request_id", f"longer than {limits.max_request_id_bytes} bytes")
+        if arrived.model is not None and arrived.model != self._model.name:
+            raise GatewayError(
+                Reason.MODEL_NOT_FOUND,
+                f"model {arrived.model[:128]!r} is not served here; use {self._model.name!r} or leave it unset",
+                model=self._model.name,
+            )
+        if not 1 <= arrived.n <= limits.max_n:
+            raise invalid("n", f"must be in 1..{limits.max_n}, got {arrived.n}")
+        if not _INT32_MIN <= arrived.priority <= _INT32_MAX:
+            raise invalid("priority", "must fit 32 bits")
+        pin = arrived.pinned_rank
+        if pin is not None and not 0 <= pin < self._ranks:
+            raise GatewayError(
+                Reason.INVALID_RANK,
+                f"data_parallel_rank {pin} does not exist; valid ranks are 0..{self._ranks - 1}",
+                rank=pin,
+                valid_min=0,
+                valid_max=self._ranks - 1,
+            )
+
+    def _check_prompt(self, arrived: RequestArrived) -> None:
+        prompt = arrived.prompt_token_ids
+        if not prompt:
+            raise invalid("prompt_token_ids", "must not be empty")
+        longest = self._model.max_context_tokens - 1
+        if len(prompt) > longest:
+            raise GatewayError(
+                Reason.PROMPT_TOO_LONG,
+                f"the prompt has {len(prompt)} tokens; at most {longest} leave room for one new token",
+                prompt_tokens=len(prompt),
+                limit_tokens=longest,
+            )
+        if max(prompt) >= self._model.vocab_size or min(prompt) < 0:
+            raise invalid("prompt_token_ids", f"ids must be in 0..{self._model.vocab_size - 1}")
+
+    def _check_lengths(self, arrived: RequestArrived) -> None:
+        sampling = arrived.sampling
+        if sampling.max_tokens < 1:
+            raise invalid("max_tokens", f"must be at least 1, got {sampling.max_tokens}")
+        room = self._model.max_context_tokens - len(arrived.prompt_token_ids)
+        if sampling.max_tokens > room:
+            raise invalid("max_tokens", f"{sampling.max_tokens} exceeds the {room} tokens that the context leaves")
+        if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+            raise invalid("min_tokens", f"must be in 0..max_tokens ({sampling.max_tokens})")
+
+    def _check_numbers(self, sampling: Sampling) -> None:
+        _in_range("temperature", sampling.temperature, 0.0, _MAX_TEMPERATURE)
+        _in_range("top_p", sampling.top_p, 0.0, 1.0, open_low=True)
+        _in_range("min_p", sampling.min_p, 0.0, 1.0)
+        _in_range("frequency_penalty", sampling.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
+        _in_range("presence_penalty", sampling.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
+        _in_range("repetition_penalty", sampling.repetition_penalty, 0.0, _MAX_REPETITION_PENALTY, open_low=True)
+        if sampling.top_k != -1 and not 1 <= sampling.top_k <= _INT32_MAX:
+            raise invalid("top_k", f"must be -1 (off) or at least 1, got {sampling.top_k}")
+        if sampling.seed is not None and not _INT64_MIN <= sampling.seed <= _INT64_MAX:
+            raise invalid("seed", "must fit 64 bits")
+
+    def _check_tokens(self, sampling: Sampling) -> None:
+        limits = self._limits
+        stops = sampling.stop_token_ids
+        if len(stops) > limits.max_stop_token_ids:
+            raise invalid("stop_token_ids", f"more than {limits.max_stop_token_ids} ids")
+        if stops and (max(stops) >= self._model.vocab_size or min(stops) < 0):
+            raise invalid("stop_token_ids", f"ids must be in 0..{self._model.vocab_size - 1}")
+        logprobs = sampling.logprobs
+        if logprobs is None:
+            return
+        if not 0 <= logprobs <= limits.max_logprobs:
+            raise invalid("logprobs", f"must be in 0..{limits.max_logprobs}, got {logprobs}")
+        if logprobs > 0 and self._protocol == "tokenspeed":
+            raise GatewayError(
+                Reason.UNSUPPORTED_FIELD,
+                "logprobs: alternatives are not available from tokenspeed ranks; use 0 for the chosen token's",
+                field="logprobs",
+            )
+
+
+def _in_range(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not isfinite(value) or value > high or value < low or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise invalid(field, f"must be in {bracket}{low:g}, {high:g}], got {value:g}")

@@ -1,0 +1,1 @@
+"""Edges: thin translations between the outside world and the core."""

@@ -1,0 +1,128 @@
+"""Builders for core tests: a router with READY ranks, requests and batches in one line each."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.config.schema import Config
+from gateway.core.effects import AbortOnRank, Dispatch, Effect, RequestAccepted, RequestEnded, RequestRefused
+from gateway.core.events import BatchReceived, Event, RankJoined, RequestArrived, RequestCancelled
+from gateway.core.request import Request
+from gateway.core.router import Router
+from gateway.types import EngineBatch, EngineLoad, RankInfo, Sampling
+
+NONCE = "0123456789abcdef"
+
+
+def make_config(ranks: int = 4, protocol: str = "vllm", **overrides: Any) -> Config:
+    base: dict[str, Any] = {
+        "version": 1,
+        "model": {"name": "m", "max_context_tokens": 4096, "vocab_size": 32000, "eos_token_ids": [2]},
+        "groups": [{"name": "g", "protocol": protocol, "handshake": "tcp://127.0.0.1:30500", "ranks": ranks}],
+    }
+    for key, value in overrides.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            base[key] = base[key] | value
+        else:
+            base[key] = value
+    return msgspec.convert(base, Config, strict=False)
+
+
+def make_info(**overrides: Any) -> RankInfo:
+    values: dict[str, Any] = {"max_model_len": 4096, "kv_capacity_tokens": 400_000, "max_num_seqs": 256}
+    return RankInfo(**(values | overrides))
+
+
+def load(running: int, waiting: int, kv_usage: float = 0.0, **more: Any) -> EngineLoad:
+    return EngineLoad(running=running, waiting=waiting, kv_usage=kv_usage, **more)
+
+
+class Bench:
+    """A router, a clock that only moves when told, and a memory of what came out."""
+
+    def __init__(self, ranks: int = 4, protocol: str = "vllm", *, join: bool = True, info: Any = None, **config: Any):
+        self.config = make_config(ranks, protocol, **config)
+        self.router = Router(self.config, nonce=NONCE, rng=random.Random(7).random)
+        self.now = 100.0
+        self.dispatched: list[Dispatch] = []
+        self.aborted: list[AbortOnRank] = []
+        self.ended: list[Request] = []
+        self._ids = 0
+        if join:
+            for rank in range(self.router.ranks.size):
+                self.join(rank, info=info)
+
+    def send(self, event: Event) -> list[Effect]:
+        effects = self.router.handle(event, self.now)
+        for effect in effects:
+            if isinstance(effect, Dispatch):
+                self.dispatched.append(effect)
+            elif isinstance(effect, AbortOnRank):
+                self.aborted.append(effect)
+            elif isinstance(effect, RequestEnded):
+                self.ended.append(effect.request)
+        self.router.check()
+        return effects
+
+    def join(self, rank: int, incarnation: int | None = None, info: RankInfo | None = None) -> None:
+        number = self.router.ranks.incarnation[rank] + 1 if incarnation is None else incarnation
+        self.send(RankJoined(rank=rank, incarnation=number, info=info or make_info()))
+
+    def arrived(self, prompt: Sequence[int] = (5, 6, 7), *, max_tokens: int = 16, **more: Any) -> RequestArrived:
+        self._ids += 1
+        sampling = more.pop("sampling", None) or Sampling(max_tokens=max_tokens)
+        values = {"client_key": "c", "request_id": f"r{self._ids}", "prompt_token_ids": list(prompt)} | more
+        return RequestArrived(sampling=sampling, **values)
+
+    def request(self, *args: Any, **more: Any) -> Request:
+        """Submit; fail the test when it is refused."""
+        for effect in self.send(self.arrived(*args, **more)):
+            if isinstance(effect, RequestAccepted):
+                return effect.request
+            if isinstance(effect, RequestRefused):
+                raise effect.error
+        raise AssertionError("neither accepted nor refused")
+
+    def batch(self, rank: int, rows: Sequence[tuple[Any, ...]] = (), load: EngineLoad | None = None, **more: Any):
+        """Rows are `(wire id, tokens[, finish[, completion tokens]])`."""
+        counted = any(len(row) > 3 for row in rows)
+        batch = EngineBatch(
+            ids=[row[0] for row in rows],
+            token_ids=[list(row[1]) for row in rows],
+            finish=[row[2] if len(row) > 2 else "" for row in rows],
+            completion_tokens=[row[3] for row in rows] if counted else None,
+            load=load,
+            **more,
+        )
+        return self.send(BatchReceived(rank, self.router.ranks.incarnation[rank], batch))
+
+    def finish(self, request: Request, tokens: Sequence[int] = (9,), load: EngineLoad | None = None) -> None:
+        """Every sequence of the request produces `tokens` and ends, one batch per sequence."""
+        for sequence in request.sequences:
+            attempt = sequence.attempt
+            assert attempt is not None
+            if not attempt.released:
+                self.batch(attempt.rank, [(attempt.wire_id, tokens, "length")], load)
+
+    def cancel(self, request: Request, reason: Any) -> None:
+        self.send(RequestCancelled(request.handle, reason))
+
+    def assert_quiet(self) -> None:
+        """The global postcondition, as far as the core can see it."""
+        router = self.router
+        router.check()
+        assert router.live_count == 0
+        assert router.in_flight == 0
+        table = router.ranks
+        for column in (table.in_flight, table.in_flight_prefill, table.in_flight_decode, table.queued_tokens):
+            assert column == [0] * table.size
+        assert table.ctx_tokens == table.own_tokens == [0] * table.size
+        assert router.counters.accepted == sum(router.counters.ended.values())
+
+
+def wire_id(request: Request, index: int = 0) -> str:
+    attempt = request.sequences[index].attempt
+    assert attempt is not None
+    return attempt.wire_id
