@@ -37,6 +37,7 @@ class RankTable:
     def __init__(self, config: Config) -> None:
         size = sum(group.ranks for group in config.groups)
         self.size = size
+        self.group_names = [group.name for group in config.groups]
         self.group_of: list[int] = []
         self.group_rank: list[int] = []
         self.engine_index: list[int] = []

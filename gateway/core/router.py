@@ -8,6 +8,7 @@ Rules of this module:
 """
 
 from collections.abc import Callable
+from math import nan
 from typing import assert_never
 
 from gateway.config.schema import Config
@@ -44,20 +45,12 @@ from gateway.core.ledger import Ledger
 from gateway.core.load import LoadBook
 from gateway.core.policy import Policy
 from gateway.core.ranks import TRANSITIONS, RankState, RankTable
+from gateway.core.refusals import ended_by, no_rank, rank_lost, refused_by_engine, send_failed
 from gateway.core.request import Attempt, Request, Sequence
 from gateway.core.strays import Strays
 from gateway.core.validation import Validator
-from gateway.core.views import RankView
+from gateway.core.views import RankView, rank_view
 from gateway.types import EngineRequest
-
-_MESSAGES = {
-    Reason.CANCELLED: "the caller cancelled the request",
-    Reason.ABORTED: "the request was aborted by an Abort call",
-    Reason.DEADLINE_EXCEEDED: "the deadline passed before the request ended",
-    Reason.SLOW_READER: "the reader fell behind the per-stream buffer limit; read faster or raise it",
-    Reason.DRAINING: "the gateway is shutting down; retry on another one",
-}
-_RETRYABLE = {Reason.DRAINING, Reason.RANK_LOST, Reason.SEND_FAILED, Reason.ENGINE_REJECTED}
 
 
 class Router:
@@ -66,7 +59,6 @@ class Router:
     def __init__(self, config: Config, *, nonce: str, rng: Callable[[], float]) -> None:
         self._config = config
         self._nonce = nonce
-        self._group_names = [group.name for group in config.groups]
         self.ranks = RankTable(config)
         self.counters = Counters(self.ranks.size)
         self.decisions = DecisionRing(config.observability.decision_ring)
@@ -122,22 +114,17 @@ class Router:
         """Decide without charging, recording or advancing anything. Raises on an invalid request."""
         self._validator.check(arrived)
         self._load.expire(now)
-        return self._policy.decide(
-            now,
-            prompt_tokens=len(arrived.prompt_token_ids),
-            max_tokens=arrived.sampling.max_tokens,
-            priority=arrived.priority,
-            pinned_rank=arrived.pinned_rank,
-            label=arrived.request_id,
-            dry_run=True,
-        )
+        with self._policy.dry_run():
+            return self._choose(arrived, now)
 
     def rank_views(self, now: float) -> list[RankView]:
         """Every rank, in order; `cost` is that of a one-token prompt."""
         self._load.expire(now)
-        decision = self._policy.decide(now, prompt_tokens=1, max_tokens=1, dry_run=True)
-        costs = decision.costs
-        return [self._view(rank, now, costs[rank] if costs is not None else None) for rank in range(self.ranks.size)]
+        with self._policy.dry_run():
+            costs = self._policy.decide(now, prompt_tokens=1, max_tokens=1).costs
+        if costs is None:
+            costs = [nan] * self.ranks.size
+        return [rank_view(self.ranks, rank, now, cost) for rank, cost in enumerate(costs)]
 
     def check(self) -> None:
         """Assert every invariant; for tests, after every step."""
@@ -185,7 +172,7 @@ class Router:
                 self.is_draining = True
             case AbortAll():
                 for request in list(self._requests.values()):
-                    self._end(request, _error(event.reason), now, effects)
+                    self._end(request, ended_by(event.reason), now, effects)
             case _:
                 assert_never(event)
         return effects
@@ -212,7 +199,7 @@ class Router:
 
     def _admit(self, arrived: RequestArrived, now: float) -> Request:
         if self.is_draining:
-            raise _error(Reason.DRAINING)
+            raise ended_by(Reason.DRAINING)
         self._validator.check(arrived)
         if (arrived.client_key, arrived.request_id) in self._by_client:
             raise GatewayError(
@@ -221,7 +208,7 @@ class Router:
                 request_id=arrived.request_id,
             )
         if arrived.deadline_at is not None and arrived.deadline_at <= now:
-            raise _error(Reason.DEADLINE_EXCEEDED)
+            raise ended_by(Reason.DEADLINE_EXCEEDED)
         self._admission.check_total(len(self._ledger.live), arrived.n)
         request = Request(self._next_handle, arrived, now)
         self._next_handle += 1
@@ -232,12 +219,12 @@ class Router:
                 request.decision_id = decision.id
             if decision.rank is None:
                 self._roll_back(request, now)
-                raise self._refusal(decision, arrived)
+                raise no_rank(decision, arrived, self._admission.retry_after_s(arrived.n))
             self._charge(sequence, decision.rank, now)
         return request
 
-    def _decide(self, arrived: RequestArrived, now: float) -> Decision:
-        decision = self._policy.decide(
+    def _choose(self, arrived: RequestArrived, now: float) -> Decision:
+        return self._policy.decide(
             now,
             prompt_tokens=len(arrived.prompt_token_ids),
             max_tokens=arrived.sampling.max_tokens,
@@ -245,12 +232,16 @@ class Router:
             pinned_rank=arrived.pinned_rank,
             label=arrived.request_id,
         )
+
+    def _decide(self, arrived: RequestArrived, now: float) -> Decision:
+        decision = self._choose(arrived, now)
         self.decisions.add(decision)
         counters = self.counters
         if decision.rank is not None:
             counters.decisions[decision.rank] += 1
-        counters.relaxed_filters += decision.is_relaxed
-        counters.non_finite_costs += decision.non_finite
+        if decision.relaxed:
+            counters.relaxed_filters += 1
+        counters.non_finite_costs = self._policy.non_finite_costs
         return decision
 
     def _charge(self, sequence: Sequence, rank: int, now: float) -> None:
@@ -269,22 +260,6 @@ class Router:
             if attempt is not None:
                 self._ledger.take_back(attempt, now)
 
-    def _refusal(self, decision: Decision, arrived: RequestArrived) -> GatewayError:
-        reason = decision.refusal or Reason.NO_ELIGIBLE_RANK
-        facts: dict[str, object] = {"decision_id": decision.id}
-        if arrived.pinned_rank is not None and reason is Reason.NO_ELIGIBLE_RANK:
-            reason = Reason.PINNED_RANK_UNAVAILABLE
-            facts["rank"] = arrived.pinned_rank
-        is_transient = reason is not Reason.PROMPT_TOO_LONG
-        retry_after_s = self._admission.retry_after_s(arrived.n) if is_transient else None
-        message = {
-            Reason.PROMPT_TOO_LONG: "the prompt exceeds what any rank can hold",
-            Reason.KV_FULL: "no rank has enough free KV tokens for the prompt; retry later",
-            Reason.RANKS_FULL: "every eligible rank is at its in-flight limit; retry later",
-            Reason.PINNED_RANK_UNAVAILABLE: f"rank {arrived.pinned_rank} is not READY; retry later or drop the pin",
-        }.get(reason, "no rank is READY; retry later")
-        return GatewayError(reason, message, retryable=is_transient, retry_after_s=retry_after_s, **facts)
-
     def _dispatch(self, attempt: Attempt, arrived: RequestArrived) -> Dispatch:
         request = EngineRequest(
             wire_id=attempt.wire_id,
@@ -301,14 +276,14 @@ class Router:
         if request is None:
             self.counters.double_ends += 1
             return
-        self._end(request, _error(event.reason), now, effects)
+        self._end(request, ended_by(event.reason), now, effects)
 
     def _on_tick(self, now: float, effects: list[Effect]) -> None:
         self._load.expire(now)
         self._deadlines.compact(len(self._requests))
         for request in self._deadlines.expired(now):
             self.counters.deadlines_expired += 1
-            self._end(request, _error(Reason.DEADLINE_EXCEEDED), now, effects)
+            self._end(request, ended_by(Reason.DEADLINE_EXCEEDED), now, effects)
 
     def _end(self, request: Request, error: GatewayError | None, now: float, effects: list[Effect]) -> None:
         """The one terminal outcome. Whatever is still charged is released and aborted at its rank."""
@@ -372,20 +347,7 @@ class Router:
             if request.unfinished == 0:
                 self._end(request, None, now, effects)
             return
-        if attempt.tokens_out or finish == "error":
-            error = GatewayError(
-                Reason.ENGINE_ERROR,
-                f"rank {attempt.rank} ended the request with {finish!r} after {attempt.tokens_out} tokens",
-                rank=attempt.rank,
-            )
-        else:
-            error = GatewayError(
-                Reason.ENGINE_REJECTED,
-                f"rank {attempt.rank} refused the request",
-                retryable=True,
-                rank=attempt.rank,
-            )
-        self._end(request, error, now, effects)
+        self._end(request, refused_by_engine(attempt, finish), now, effects)
 
     def _on_joined(self, event: RankJoined, now: float, effects: list[Effect]) -> None:
         rank, ranks = event.rank, self.ranks
@@ -419,10 +381,7 @@ class Router:
         for attempt in attempts:
             request = attempt.sequence.request
             if not request.is_ended:
-                error = GatewayError(
-                    Reason.RANK_LOST, f"rank {rank} was lost ({cause}); retry", retryable=True, rank=rank
-                )
-                self._end(request, error, now, effects)
+                self._end(request, rank_lost(rank, cause), now, effects)
 
     def _on_send_failed(self, event: SendFailed, now: float, effects: list[Effect]) -> None:
         attempt = self._ledger.live.get(event.wire_id)
@@ -430,40 +389,9 @@ class Router:
             return
         # The rank never saw it: nothing to abort there, and nothing learnt about its load.
         self._ledger.take_back(attempt, now)
-        error = GatewayError(
-            Reason.SEND_FAILED,
-            f"rank {event.rank} did not take the request ({event.cause}); retry",
-            retryable=True,
-            rank=event.rank,
-        )
-        self._end(attempt.sequence.request, error, now, effects)
+        self._end(attempt.sequence.request, send_failed(event.rank, event.cause), now, effects)
 
     def _on_blocked(self, event: SendBlocked | SendUnblocked) -> None:
         if self._is_current(event.rank, event.incarnation):
             self.ranks.is_blocked[event.rank] = isinstance(event, SendBlocked)
             self.ranks.refresh(event.rank)
-
-    def _view(self, rank: int, now: float, cost: float | None) -> RankView:
-        ranks = self.ranks
-        at = ranks.snapshot_at[rank]
-        has_report = at is not None
-        return RankView(
-            rank=rank,
-            group=self._group_names[ranks.group_of[rank]],
-            group_rank=ranks.group_rank[rank],
-            state=ranks.state[rank].value,
-            incarnation=ranks.incarnation[rank],
-            in_flight=ranks.in_flight[rank],
-            reported_running=ranks.reported_running[rank] if has_report else None,
-            reported_waiting=ranks.reported_waiting[rank] if has_report else None,
-            running=ranks.running[rank] if has_report else None,
-            waiting=ranks.waiting[rank] if has_report else None,
-            foreign=ranks.foreign[rank] if has_report else None,
-            kv_usage=ranks.kv_usage[rank] if has_report else None,
-            snapshot_age_ms=(now - at) * 1e3 if at is not None else None,
-            cost=cost,
-        )
-
-
-def _error(reason: Reason) -> GatewayError:
-    return GatewayError(reason, _MESSAGES[reason], retryable=reason in _RETRYABLE)

@@ -19,9 +19,9 @@ _MAX_PENALTY = 2.0
 _MAX_REPETITION_PENALTY = 100.0
 
 
-def invalid(field: str, message: str, **facts: object) -> GatewayError:
+def invalid(field: str, message: str) -> GatewayError:
     """An INVALID_REQUEST error that names its field."""
-    return GatewayError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field, **facts)
+    return GatewayError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field)
 
 
 class Validator:

@@ -1,0 +1,63 @@
+"""The errors that the router itself ends or refuses requests with, in one place for their wording."""
+
+from gateway.core.decisions import Decision
+from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RequestArrived
+from gateway.core.request import Attempt
+
+_ENDINGS = {
+    Reason.CANCELLED: "the caller cancelled the request",
+    Reason.ABORTED: "the request was aborted by an Abort call",
+    Reason.DEADLINE_EXCEEDED: "the deadline passed before the request ended",
+    Reason.SLOW_READER: "the reader fell behind the per-stream buffer limit; read faster or raise it",
+    Reason.DRAINING: "the gateway is shutting down; retry on another one",
+    Reason.INTERNAL: "the gateway failed while it handled the request; its log has the details",
+}
+
+
+def ended_by(reason: Reason) -> GatewayError:
+    """The request ends (or is refused) for a reason that needs no more facts."""
+    return GatewayError(reason, _ENDINGS[reason], retryable=reason is Reason.DRAINING)
+
+
+def no_rank(decision: Decision, arrived: RequestArrived, retry_after_s: float) -> GatewayError:
+    """No rank was eligible; the decision's record shows why for each of them."""
+    reason = decision.refusal or Reason.NO_ELIGIBLE_RANK
+    facts: dict[str, object] = {"decision_id": decision.id}
+    if arrived.pinned_rank is not None:
+        facts["rank"] = arrived.pinned_rank
+    message = {
+        Reason.PROMPT_TOO_LONG: "the prompt exceeds what any rank can hold",
+        Reason.KV_FULL: "no rank has enough free KV tokens for the prompt; retry later",
+        Reason.RANKS_FULL: "every rank that could take the request is at its limit; retry later",
+        Reason.PINNED_RANK_UNAVAILABLE: f"rank {arrived.pinned_rank} is not READY; retry later or drop the pin",
+    }.get(reason, "no rank is READY; retry later")
+    is_transient = reason is not Reason.PROMPT_TOO_LONG
+    error = GatewayError(reason, message, retryable=is_transient, retry_after_s=retry_after_s if is_transient else None)
+    error.facts.update(facts)
+    return error
+
+
+def rank_lost(rank: int, cause: str) -> GatewayError:
+    """The rank that served the request is gone."""
+    return GatewayError(Reason.RANK_LOST, f"rank {rank} was lost ({cause}); retry", retryable=True, rank=rank)
+
+
+def send_failed(rank: int, cause: str) -> GatewayError:
+    """The rank never got the request."""
+    return GatewayError(
+        Reason.SEND_FAILED, f"rank {rank} did not take the request ({cause}); retry", retryable=True, rank=rank
+    )
+
+
+def refused_by_engine(attempt: Attempt, finish: str) -> GatewayError:
+    """The engine ended the attempt with something else than stop or length."""
+    if attempt.tokens_out or finish == "error":
+        return GatewayError(
+            Reason.ENGINE_ERROR,
+            f"rank {attempt.rank} ended the request with {finish!r} after {attempt.tokens_out} tokens",
+            rank=attempt.rank,
+        )
+    return GatewayError(
+        Reason.ENGINE_REJECTED, f"rank {attempt.rank} refused the request", retryable=True, rank=attempt.rank
+    )
