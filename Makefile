@@ -17,8 +17,8 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-demo: $(STAMP) ## gateway + 4 ranks + real traffic on free loopback ports; KEEP=1 stays up, ENGINE=vllm|tokenspeed
-	$(BIN)/python -m tools.demo $(if $(KEEP),--keep) $(if $(ENGINE),--protocol $(ENGINE))
+demo: $(STAMP) ## gateway + 4 ranks + real traffic on free loopback ports; KEEP=1 stays up, PROTOCOL=vllm|tokenspeed, ENGINE=synthetic
+	$(BIN)/python -m tools.demo $(if $(KEEP),--keep) $(if $(PROTOCOL),--protocol $(PROTOCOL)) $(if $(ENGINE),--backend $(ENGINE))
 
 test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest

@@ -1,0 +1,1 @@
+"""Developer commands: the demo and the generators."""

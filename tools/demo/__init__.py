@@ -1,0 +1,1 @@
+"""`make demo`: a gateway, four ranks and real traffic on loopback, from nothing to a summary."""

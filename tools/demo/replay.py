@@ -1,0 +1,105 @@
+"""Replays a slice of a public trace through the gateway's API and checks every token that comes back."""
+
+import asyncio
+import csv
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from engine_stub.tokens import expected_tokens
+from gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+TRACE = Path(__file__).parent.parent / "data" / "azure_conv_slice.csv"
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One traced request: when it arrives (seconds, already compressed) and how long it is (tokens)."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Result(msgspec.Struct):
+    """What one request experienced. Times in seconds; `gaps_s` between its messages."""
+
+    rank: int | None = None
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    gaps_s: list[float] = msgspec.field(default_factory=list)
+    tokens: int = 0
+    error: str | None = None
+
+
+class Replay:
+    """The jobs' results as they come in."""
+
+    def __init__(self, address: str, jobs: list[Job], vocab_size: int) -> None:
+        self.jobs = jobs
+        self.results: list[Result] = []
+        self.started = 0
+        self._address = address
+        self._vocab_size = vocab_size
+
+    async def run(self) -> None:
+        """Send every job at its time, open loop, and wait for all of them."""
+        async with grpc.aio.insecure_channel(self._address) as channel, asyncio.TaskGroup() as tasks:
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            begin = time.monotonic()
+            for number, job in enumerate(self.jobs):
+                await asyncio.sleep(begin + job.arrival_s - time.monotonic())
+                tasks.create_task(self._one(stub, number, job))
+
+    async def _one(self, stub: "gateway_pb2_grpc.GatewayServiceAsyncStub", number: int, job: Job) -> None:
+        prompt = _prompt(number, job.prompt_tokens, self._vocab_size)
+        request = gateway_pb2.GenerateRequest(
+            prompt_token_ids=prompt,
+            sampling=gateway_pb2.Sampling(max_tokens=job.output_tokens, ignore_eos=True, temperature=0.0),
+        )
+        result = Result()
+        received: list[int] = []
+        self.started += 1
+        sent_at = last_at = time.monotonic()
+        try:
+            async for message in stub.Generate(request, timeout=60.0):
+                now = time.monotonic()
+                if not received:
+                    result.ttft_s = now - sent_at
+                else:
+                    result.gaps_s.append(now - last_at)
+                last_at = now
+                received.extend(message.token_ids)
+                if message.HasField("finish"):
+                    result.rank = message.finish.rank
+            result.e2e_s = last_at - sent_at
+            if received != expected_tokens(prompt, None, job.output_tokens, self._vocab_size):
+                result.error = f"{len(received)} tokens came back, not the {job.output_tokens} that were generated"
+        except grpc.aio.AioRpcError as error:
+            result.error = f"{error.code().name}: {error.details()}"
+        result.tokens = len(received)
+        self.results.append(result)
+
+
+def load_trace(duration_s: float, limit: int | None = None) -> list[Job]:
+    """The slice, compressed so that its arrivals take `duration_s` seconds."""
+    with TRACE.open() as file:
+        rows = list(csv.DictReader(file))[:limit]
+    factor = duration_s / float(rows[-1]["arrival_s"])
+    return [Job(float(row["arrival_s"]) * factor, int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+
+
+def percentiles(values: list[float]) -> Iterator[float]:
+    """p50, p95 and p99 by nearest rank; nothing for no values."""
+    ordered = sorted(values)
+    for share in (0.5, 0.95, 0.99):
+        if ordered:
+            yield ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _prompt(number: int, length: int, vocab_size: int) -> list[int]:
+    source = random.Random(number)  # noqa: S311 - a reproducible prompt, not a secret
+    return [source.randrange(vocab_size) for _ in range(length)]
