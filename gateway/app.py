@@ -119,7 +119,7 @@ class Gateway:
     def _start_metrics(self) -> None:
         if self.config.listen.metrics is not None:
             host, _, port = self.config.listen.metrics.rpartition(":")
-            self.metrics.start(host, int(port))
+            self.metrics.start(host.strip("[]"), int(port))
 
     async def _close(self) -> None:
         for task in (self._ticks, self._ready_check):

@@ -114,6 +114,12 @@ def test_error_falls_back_to_the_nearest_place_in_the_file():
     assert (root.line, root.column) == (1, 1)
 
 
+def test_byte_order_mark_takes_no_column():
+    document = Document("\ufeffa: 'x y'", "f")
+    assert document.data == {"a": "x y"}
+    assert str(document.error(("a",), "no", offset=2)) == "f:1:7: no (at $.a)"
+
+
 def test_size_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(document, "MAX_FILE_BYTES", 10)
     path = tmp_path / "big.yaml"

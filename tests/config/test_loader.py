@@ -77,7 +77,7 @@ VALUES = [
     ("listen: {allow_wildcard: §'true'}\n", "expected true or false, got the text 'true' (at $.listen.allow_wildcard)"),
     ("listen: {keepalive: {time_s: §0}}\n", "expected number > 0.0, got 0 (at $.listen.keepalive.time_s)"),
     ("listen: {keepalive: {time_s: §.inf}}\n", "expected number, got the text '.inf'; numbers must be finite (at $.listen.keepalive.time_s)"),
-    ("state_dir: §5\n", "expected text or null, got 5; quote it if it is text: \"5\" (at $.state_dir)"),
+    ("state_dir: §5\n", 'expected text or null, got 5; quote it if it is text: "5" (at $.state_dir)'),
     ("listen: {grpc: §50051}\n", "expected HOST:PORT, got 50051 (at $.listen.grpc)"),
     ("listen: {grpc: §localhost}\n", "expected HOST:PORT, got 'localhost' (at $.listen.grpc)"),
     ('listen: {grpc: §"127.0.0.1:1\\n"}\n', "expected HOST:PORT, got '127.0.0.1:1\\n' (at $.listen.grpc)"),
@@ -108,7 +108,7 @@ BODY = [
     ("    protocol: vllm\n", "", "missing key 'protocol' (at $.groups[0])"),
     ("vllm", "§vlm", "unknown value 'vlm'; expected one of tokenspeed, vllm; did you mean 'vllm'? (at $.groups[0].protocol)"),
     ("name: a", "name: §''", "'name' is empty; it is required (at $.groups[0].name)"),
-    ("name: a", "name: §12", "expected name: 1 to 128 letters, digits or . _ / - with a letter or digit first, got 12; quote it if it is text: \"12\" (at $.groups[0].name)"),
+    ("name: a", "name: §12", 'expected name: 1 to 128 letters, digits or . _ / - with a letter or digit first, got 12; quote it if it is text: "12" (at $.groups[0].name)'),
     ("name: a", "name: §a b", "expected name: 1 to 128 letters, digits or . _ / - with a letter or digit first, got 'a b' (at $.groups[0].name)"),
     ("name: m", 'name: §"m\\n"', "expected name: 1 to 128 letters, digits or . _ / - with a letter or digit first, got 'm\\n' (at $.model.name)"),
     ("ranks: 2", "ranks: §0", "expected whole number >= 1, got 0 (at $.groups[0].ranks)"),
@@ -166,7 +166,10 @@ def test_null_is_a_value_where_it_means_off():
 
 
 def test_groups_can_be_merged_from_an_anchor():
-    text = BASE.replace("- name: a", "- &first\n    name: a") + "  - {<<: *first, name: b, start_index: 2}\n"
+    text = (
+        BASE.replace("- name: a", "- &first\n    name: a")
+        + "  - {<<: *first, name: b, handshake: ipc://x, start_index: 2}\n"
+    )
     config = parse_config(text, "f")
     assert [(group.name, group.start_index, group.ranks) for group in config.groups] == [("a", 0, 2), ("b", 2, 2)]
 

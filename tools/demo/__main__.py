@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="stay up after the replay")
     parser.add_argument("--protocol", choices=("tokenspeed", "vllm"), default="tokenspeed")
     parser.add_argument("--backend", default="synthetic", help="engine backend of the ranks")
-    parser.add_argument("--seconds", type=float, default=18.0, help="how long the arrivals take")
+    parser.add_argument("--seconds", type=float, default=15.0, help="how long the arrivals take")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="rankgate-demo-") as directory,

@@ -1,0 +1,180 @@
+"""`rankgate explain`."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gateway.cli.common import (
+    EXIT_RUNTIME,
+    EXIT_USAGE,
+    config_option,
+    fail,
+    format_number,
+    format_table,
+    load_config_or_exit,
+    open_channel,
+)
+
+if TYPE_CHECKING:
+    from gateway.cli.offline import RequestFile
+
+Rendered = dict[str, Any]
+
+_TIMEOUT_S = 10.0
+_NAME = re.compile(r"[a-z_]+")
+
+
+@click.command()
+@config_option
+@click.option(
+    "--snapshot",
+    "snapshot_path",
+    metavar="FILE",
+    help="State of the ranks (YAML or JSON), as `ranks --json` prints it.",
+)
+@click.option(
+    "--address", metavar="HOST:PORT", show_envvar=True, help="Ask a running gateway (its listen.admin) instead."
+)
+@click.option("--request", "request_path", metavar="FILE", help="The request (YAML or JSON); - reads stdin.")
+@click.option(
+    "--prompt-tokens", type=click.IntRange(min=1), metavar="N", help="Instead of --request: a prompt of N tokens."
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), metavar="N", help="With --prompt-tokens: most tokens to generate."
+)
+@click.option("--rank", type=int, metavar="N", help="With --prompt-tokens: pin the request to this rank.")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole decision as JSON.")
+def explain(
+    config_path: Path | None,
+    snapshot_path: str | None,
+    address: str | None,
+    request_path: str | None,
+    prompt_tokens: int | None,
+    max_tokens: int | None,
+    rank: int | None,
+    as_json: bool,
+) -> None:
+    """Show where a request would go: each rank's cost, and why it is or isn't eligible.
+
+    Offline: explain -c FILE --snapshot FILE --request FILE. On a running gateway: explain --address
+    HOST:PORT --prompt-tokens N. Nothing is sent to a rank. Where the choice among equals is random, the
+    first of them is shown.
+    """
+    if (address is None) == (snapshot_path is None):
+        raise click.UsageError("give either --snapshot FILE (offline) or --address HOST:PORT (a running gateway)")
+    if (request_path is None) == (prompt_tokens is None):
+        raise click.UsageError("give either --request FILE or --prompt-tokens N")
+    request = _request(request_path, prompt_tokens, max_tokens, rank)
+    if address is not None:
+        decision = _ask(address, request)
+    elif config_path is None:
+        raise click.UsageError("name the configuration file with -c FILE or RANKGATE_CONFIG")
+    else:
+        decision = _decide(config_path, str(snapshot_path), request)
+    click.echo(json.dumps(decision) if as_json else render(decision))
+
+
+def _request(path: str | None, prompt_tokens: int | None, max_tokens: int | None, rank: int | None) -> "RequestFile":
+    from gateway.cli.offline import RequestFile, read_request
+    from gateway.config.errors import ConfigError
+
+    if path is None:
+        return RequestFile(prompt_tokens=prompt_tokens, max_tokens=max_tokens, data_parallel_rank=rank)
+    if max_tokens is not None or rank is not None:
+        raise click.UsageError("--max-tokens and --rank go with --prompt-tokens; put them into the request file")
+    try:
+        return read_request(*_text(path))
+    except ConfigError as error:
+        fail(str(error), EXIT_USAGE)
+
+
+def _decide(config_path: Path, snapshot_path: str, request: "RequestFile") -> Rendered:
+    from gateway.cli.offline import decide, read_snapshot
+    from gateway.config.errors import ConfigError
+    from gateway.core.errors import GatewayError
+
+    config = load_config_or_exit(config_path)
+    try:
+        snapshot = read_snapshot(*_text(snapshot_path), sum(group.ranks for group in config.groups))
+        return decide(config, snapshot, request).render()
+    except ConfigError as error:
+        fail(str(error), EXIT_USAGE)
+    except GatewayError as error:
+        fail(f"refused: {error.reason}: {error.message}", EXIT_RUNTIME)
+
+
+def _text(path: str) -> tuple[str, str]:
+    """Contents and name of a file; `-` is stdin. Raises `ConfigError`."""
+    from gateway.config.document import MAX_FILE_BYTES, decode_text, read_text
+
+    if path == "-":
+        return decode_text(sys.stdin.buffer.read(MAX_FILE_BYTES + 1), "<stdin>"), "<stdin>"
+    return read_text(Path(path)), path
+
+
+def _ask(address: str, request: "RequestFile") -> Rendered:
+    from google.protobuf.json_format import MessageToDict
+
+    from gateway.v1 import admin_pb2, gateway_pb2
+
+    prompt = request.prompt_token_ids if request.prompt_token_ids is not None else (0,) * (request.prompt_tokens or 1)
+    message = gateway_pb2.GenerateRequest(
+        request_id=request.request_id,
+        prompt_token_ids=prompt,
+        sampling=gateway_pb2.Sampling(max_tokens=request.max_tokens),
+        data_parallel_rank=request.data_parallel_rank,
+        priority=request.priority,
+        model=request.model,
+    )
+    with open_channel(address) as channel:
+        call = channel.unary_unary(
+            "/gateway.v1.AdminService/Explain",
+            request_serializer=admin_pb2.ExplainRequest.SerializeToString,
+            response_deserializer=admin_pb2.ExplainResponse.FromString,
+        )
+        response = call(admin_pb2.ExplainRequest(request=message), timeout=_TIMEOUT_S)
+    return MessageToDict(response.decision)
+
+
+def render(decision: Rendered) -> str:
+    """A decision as a table with a line above it that says what was chosen."""
+    # In the formula's order: the order in the rows is lost on the way from a running gateway.
+    used = {name for row in decision["ranks"] for name in row["variables"]}
+    names = [name for name in dict.fromkeys(_NAME.findall(decision["cost"] or "")) if name in used]
+    chosen = decision["rank"]
+    rows = [
+        [
+            "*" if row["rank"] == chosen else "",
+            format_number(row["rank"]),
+            format_number(row["cost"]),
+            *(format_number(row["variables"].get(name)) for name in names),
+            row["reason"],
+        ]
+        for row in decision["ranks"]
+    ]
+    header = ["", "RANK", "COST", *names, "REASON"]
+    return f"{_headline(decision)}\n\n{format_table(header, rows, frozenset({0, len(header) - 1}))}"
+
+
+def _headline(decision: Rendered) -> str:
+    request = decision["request"]
+    policy = decision["preset"] or "custom"
+    lines = [
+        f"policy   {policy}: {decision['picker']}" + (f" of {decision['cost']}" if decision["cost"] else ""),
+        f"request  {format_number(request['prompt_tokens'])} + {format_number(request['max_tokens'])} tokens at most",
+    ]
+    if decision["pinned_rank"] is not None:
+        lines.append(f"pinned   to rank {format_number(decision['pinned_rank'])}")
+    if decision["relaxed"]:
+        lines.append(f"relaxed  {', '.join(decision['relaxed'])}")
+    if decision["rank"] is None:
+        lines.append(f"refused  {decision['refusal']}")
+    else:
+        ties = int(decision["ties"])
+        among = f", one of {ties} equals ({decision['tie_break']})" if ties > 1 else ""
+        lines.append(f"chosen   rank {format_number(decision['rank'])}{among}")
+    return "\n".join(lines)

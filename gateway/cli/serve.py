@@ -1,0 +1,42 @@
+"""`rankgate serve`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gateway.cli.common import config_option, load_config_or_exit
+
+if TYPE_CHECKING:
+    from gateway.config.schema import Config
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@click.command()
+@config_option
+@click.option("--log-level", type=click.Choice(_LEVELS), show_envvar=True, help="Instead of observability.log_level.")
+@click.option("--grpc", metavar="HOST:PORT", show_envvar=True, help="Instead of listen.grpc.")
+def serve(config_path: Path | None, log_level: str | None, grpc: str | None) -> None:
+    """Run the gateway until SIGTERM or SIGINT."""
+    if config_path is None:
+        raise click.UsageError("name the configuration file with -c FILE or RANKGATE_CONFIG")
+    config = _override(load_config_or_exit(config_path), log_level, grpc)
+    from gateway.app import run
+
+    raise SystemExit(run(config, config_path))
+
+
+def _override(config: "Config", log_level: str | None, grpc: str | None) -> "Config":
+    """The configuration with the flags put in; what the flag breaks is a usage error."""
+    from msgspec import structs
+
+    from gateway.config.checks import check
+
+    if log_level is not None:
+        config = structs.replace(config, observability=structs.replace(config.observability, log_level=log_level))
+    if grpc is not None:
+        config = structs.replace(config, listen=structs.replace(config.listen, grpc=grpc))
+        for problem in check(config):
+            raise click.BadParameter(problem.message, param_hint="--grpc")
+    return config

@@ -1,0 +1,157 @@
+"""Rules that involve more than one key, or that no type can state.
+
+Each check yields problems in the order in which the file is read; the loader reports the first one
+with its position.
+"""
+
+import ipaddress
+import os.path
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gateway.config.addresses import (
+    MAX_IPC_PATH_BYTES,
+    Address,
+    is_wildcard,
+    parse_address,
+)
+from gateway.config.errors import Loc, format_loc
+from gateway.config.schema import Config, Group, Listen, Sockets
+from gateway.core.formula import FormulaError
+from gateway.core.presets import PolicyError, resolve
+
+MAX_RANKS = 1024
+_INDEX_LIMIT = 65536
+"""An engine's identity on the wire is its index in two bytes."""
+_LISTENERS = ("grpc", "admin", "metrics")
+
+
+class Problem(NamedTuple):
+    """Something that can't work. `offset` points into the text at `loc`; `at_key` at its key."""
+
+    loc: Loc
+    message: str
+    at_key: bool = False
+    offset: int | None = None
+
+
+def check(config: Config) -> Iterator[Problem]:
+    """Yield every problem of a configuration whose types are right."""
+    yield from _check_addresses(config)
+    yield from _check_model(config)
+    yield from _check_groups(config)
+    for number, group in enumerate(config.groups):
+        yield from _check_group(group, ("groups", number))
+    yield from _check_policy(config)
+
+
+def _check_addresses(config: Config) -> Iterator[Problem]:
+    """Every address is well formed, bindable without surprise, and used once."""
+    bound: dict[Loc, Address] = {}
+    paths: dict[str, Loc] = {}
+    for name in _LISTENERS:
+        text: str | None = getattr(config.listen, name)
+        if text is not None:
+            yield from _check_address(config.listen, ("listen", name), text, bound)
+    for number, group in enumerate(config.groups):
+        loc: Loc = ("groups", number, "handshake")
+        scheme, _, rest = group.handshake.partition("://")
+        if scheme == "ipc":
+            path = os.path.normpath(rest)
+            if len(rest.encode()) > MAX_IPC_PATH_BYTES:
+                yield Problem(loc, f"the socket path is longer than {MAX_IPC_PATH_BYTES} bytes")
+            if path in paths:
+                yield Problem(loc, f"{rest} is already taken by {format_loc(paths[path])}")
+            paths[path] = loc
+            continue
+        yield from _check_address(config.listen, loc, rest, bound)
+
+
+def _check_address(listen: Listen, loc: Loc, text: str, bound: dict[Loc, Address]) -> Iterator[Problem]:
+    try:
+        address = parse_address(text)
+    except ValueError as error:
+        yield Problem(loc, str(error))
+        return
+    if is_wildcard(address.host) and not listen.allow_wildcard:
+        yield Problem(
+            loc, f"{text} opens every network interface; name one address, or set listen.allow_wildcard: true"
+        )
+    elif address.host == "*" and loc[0] == "listen":
+        yield Problem(loc, "only handshakes know *; write 0.0.0.0 or [::]")
+    for other, taken in bound.items():
+        if address.clashes(taken):
+            yield Problem(loc, f"{text} is already taken by {format_loc(other)}")
+    bound[loc] = address
+
+
+def _check_model(config: Config) -> Iterator[Problem]:
+    seen: set[int] = set()
+    for index, token_id in enumerate(config.model.eos_token_ids):
+        loc: Loc = ("model", "eos_token_ids", index)
+        if token_id >= config.model.vocab_size:
+            yield Problem(loc, f"token id {token_id} is not below vocab_size, {config.model.vocab_size}")
+        if token_id in seen:
+            yield Problem(loc, f"token id {token_id} is listed twice")
+        seen.add(token_id)
+
+
+def _check_groups(config: Config) -> Iterator[Problem]:
+    first = config.groups[0]
+    names: dict[str, int] = {}
+    total = 0
+    for number, group in enumerate(config.groups):
+        if group.protocol != first.protocol:
+            yield Problem(
+                ("groups", number, "protocol"),
+                f"group '{group.name}' speaks {group.protocol}, group '{first.name}' {first.protocol}: the groups of one"
+                " gateway share a protocol, because requests are checked and answered by one engine family's rules",
+            )
+        if group.name in names:
+            yield Problem(("groups", number, "name"), f"groups[{names[group.name]}] is already called '{group.name}'")
+        names.setdefault(group.name, number)
+        total += group.ranks
+        if total > MAX_RANKS:
+            yield Problem(("groups", number, "ranks"), f"{total} ranks up to here; a gateway takes at most {MAX_RANKS}")
+
+
+def _check_group(group: Group, loc: Loc) -> Iterator[Problem]:
+    if group.min_ready > group.ranks:
+        yield Problem((*loc, "min_ready"), f"min_ready is {group.min_ready}, but the group has {group.ranks} ranks")
+    if (end := group.start_index + group.ranks) > _INDEX_LIMIT:
+        yield Problem(
+            (*loc, "start_index"), f"the last engine index would be {end - 1}; the largest is {_INDEX_LIMIT - 1}"
+        )
+    sockets, place = group.sockets, (*loc, "sockets")
+    if sockets.transport == "ipc":
+        if sockets.host != Sockets().host:
+            yield Problem((*place, "host"), "'host' has no effect with transport ipc; leave it out", at_key=True)
+        return
+    if sockets.dir is not None:
+        yield Problem((*place, "dir"), "'dir' has no effect with transport tcp; leave it out", at_key=True)
+    host = sockets.host.removeprefix("[").removesuffix("]")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        yield Problem((*place, "host"), f"'{sockets.host}' is not an IP address; the ranks are told it as it stands")
+        return
+    if is_wildcard(host):
+        yield Problem(
+            (*place, "host"),
+            f"{sockets.host} is announced to the ranks, which can't dial it; name an address of this host",
+        )
+
+
+def _check_policy(config: Config) -> Iterator[Problem]:
+    policy = config.policy
+    if policy.preset is None and policy.cost is None:
+        yield Problem(("policy",), "set 'preset' or 'cost'", at_key=True)
+        return
+    if policy.preset is not None and policy.cost is not None:
+        yield Problem(("policy", "cost"), "set either 'preset' or 'cost', not both", at_key=True)
+    try:
+        resolve(policy)
+    except FormulaError as error:
+        yield Problem(("policy", "cost"), error.message, offset=error.column - 1)
+    except PolicyError as error:
+        yield Problem(("policy", "picker"), str(error))

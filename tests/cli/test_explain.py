@@ -1,0 +1,161 @@
+"""`rankgate explain`, offline and against a server."""
+
+import json
+from concurrent import futures
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from google.protobuf import struct_pb2
+
+from gateway.cli import cli
+from gateway.v1 import admin_pb2, admin_pb2_grpc
+from tests.support.config_cases import BASE
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "g.yaml").write_text(BASE)
+    (tmp_path / "s.yaml").write_text("ranks: [{rank: 0, in_flight: 2, queued_tokens: 40}]\n")
+    (tmp_path / "r.yaml").write_text("{prompt_tokens: 10, max_tokens: 5}\n")
+    return tmp_path
+
+
+def explain(*arguments, **options):
+    return CliRunner().invoke(cli, ["explain", *map(str, arguments)], **options)
+
+
+def offline(files, *arguments, **options):
+    return explain("-c", files / "g.yaml", "--snapshot", files / "s.yaml", *arguments, **options)
+
+
+TABLE = """\
+policy   lmetric: argmin of (queued_tokens + new_tokens) * (in_flight + 1)
+request  10 + 5 tokens at most
+chosen   rank 1
+
+   RANK  COST  queued_tokens  in_flight  REASON
+      0   150             40          2  eligible
+*     1    10              0          0  eligible
+"""
+
+
+def test_offline_table(files):
+    result = offline(files, "--request", files / "r.yaml")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == TABLE
+
+
+def test_request_from_stdin_or_flags(files):
+    assert offline(files, "--request", "-", input="prompt_tokens: 10\nmax_tokens: 5\n").stdout == TABLE
+    assert offline(files, "--prompt-tokens", 10, "--max-tokens", 5).stdout == TABLE
+
+
+def test_pin_ties_and_refusal_are_said(files):
+    assert "pinned   to rank 0\nchosen   rank 0\n" in offline(files, "--prompt-tokens", 10, "--rank", 0).stdout
+    (files / "s.yaml").write_text("ranks: []")
+    assert "chosen   rank 0, one of 2 equals (random)\n" in offline(files, "--prompt-tokens", 10).stdout
+    (files / "s.yaml").write_text("ranks: [{rank: 0, state: LOST}, {rank: 1, state: ABSENT}]")
+    result = offline(files, "--prompt-tokens", 10)
+    assert result.exit_code == 0
+    assert "refused  NO_ELIGIBLE_RANK\n" in result.stdout
+    (files / "s.yaml").write_text("ranks: [{rank: 0, in_flight: 1, kv_usage: 1}, {rank: 1, in_flight: 1, kv_usage: 1}]")
+    assert "relaxed  kv_usage\n" in offline(files, "--prompt-tokens", 10).stdout
+
+
+def test_policy_without_a_cost(files):
+    (files / "g.yaml").write_text(BASE + "policy: {preset: round_robin}\n")
+    output = offline(files, "--prompt-tokens", 10).stdout
+    assert output.startswith("policy   round_robin: round_robin\n")
+    assert "RANK  COST  REASON" in output
+
+
+def test_json(files):
+    decision = json.loads(offline(files, "--request", files / "r.yaml", "--json").stdout)
+    assert decision["rank"] == 1
+    assert [row["cost"] for row in decision["ranks"]] == [150, 10]
+
+
+def test_bad_files_exit_with_2_and_the_place(files):
+    (files / "s.yaml").write_text("ranks: [{rank: 5}]")
+    result = offline(files, "--prompt-tokens", 1)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"{files}/s.yaml:1:16: there is no rank 5")
+    result = offline(files, "--request", "-", input="prompt_tokns: 1")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("<stdin>:1:1: unknown key 'prompt_tokns'")
+    assert offline(files, "--request", files / "absent").exit_code == 2
+
+
+def test_refused_request_exits_with_1(files):
+    result = offline(files, "--prompt-tokens", 5000)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("refused: PROMPT_TOO_LONG: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt-tokens", "1"], "either --snapshot"),
+        (["--prompt-tokens", "1", "--snapshot", "s", "--address", "a:1"], "either --snapshot"),
+        (["--address", "a:1"], "either --request"),
+        (["--address", "a:1", "--prompt-tokens", "1", "--request", "r"], "either --request"),
+        (["--address", "a:1", "--request", "r", "--rank", "1"], "go with --prompt-tokens"),
+        (["--snapshot", "s", "--prompt-tokens", "1"], "RANKGATE_CONFIG"),
+        (["--address", "a:1", "--prompt-tokens", "0"], "x>=1"),
+    ],
+)
+def test_usage_errors(arguments, message):
+    result = explain(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+class Servicer(admin_pb2_grpc.AdminServiceServicer):
+    def __init__(self, decision):
+        self.decision = decision
+        self.requests = []
+
+    def Explain(self, request, context):
+        self.requests.append(request.request)
+        if request.request.data_parallel_rank == 9:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no rank 9")
+        decision = struct_pb2.Struct()
+        decision.update(self.decision)
+        return admin_pb2.ExplainResponse(decision=decision)
+
+
+@pytest.fixture
+def admin(files):
+    """A server that answers with the offline decision, as the live gateway does: through a protobuf Struct."""
+    servicer = Servicer(json.loads(offline(files, "--request", files / "r.yaml", "--json").stdout))
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
+    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield servicer
+    server.stop(None).wait()
+
+
+def test_online_prints_the_same_table(admin, files):
+    assert explain("--address", admin.address, "--prompt-tokens", 10, "--max-tokens", 5, "--rank", 1).stdout == TABLE
+    (request,) = admin.requests
+    assert len(request.prompt_token_ids) == 10
+    assert request.sampling.max_tokens == 5
+    assert request.data_parallel_rank == 1
+
+
+def test_online_leaves_out_what_was_not_given(admin, files):
+    (files / "r.yaml").write_text("{prompt_token_ids: [7, 8]}")
+    assert explain("--address", admin.address, "--request", files / "r.yaml").exit_code == 0
+    (request,) = admin.requests
+    assert list(request.prompt_token_ids) == [7, 8]
+    assert not request.HasField("data_parallel_rank")
+    assert not request.HasField("model")
+    assert not request.sampling.HasField("max_tokens")
+
+
+def test_online_refusal_exits_with_1(admin):
+    result = explain("--address", admin.address, "--prompt-tokens", 10, "--rank", 9)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"error: {admin.address}: INVALID_ARGUMENT: no rank 9\n"

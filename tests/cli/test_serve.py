@@ -1,0 +1,91 @@
+"""`rankgate serve`: how it gets its configuration, and how it exits."""
+
+import sys
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+from gateway.cli import cli
+from tests.support.config_cases import BASE
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "g.yaml"
+    path.write_text(BASE)
+    return path
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What the gateway was started with; stands in for the gateway itself."""
+    calls = []
+    module = ModuleType("gateway.app")
+
+    def run(config, path):
+        calls.append((config, path))
+        return 7
+
+    module.run = run
+    monkeypatch.setitem(sys.modules, "gateway.app", module)
+    return calls
+
+
+def serve(*arguments, **options):
+    return CliRunner().invoke(cli, ["serve", *map(str, arguments)], **options)
+
+
+def test_runs_the_file_and_exits_with_the_gateways_code(path, started):
+    assert serve("-c", path).exit_code == 7
+    ((config, given),) = started
+    assert given == path
+    assert config.listen.grpc == "127.0.0.1:50051"
+
+
+@pytest.mark.parametrize("with_flags", [True, False])
+def test_flags_and_environment_override_the_file(path, started, with_flags):
+    if with_flags:
+        serve("--config", path, "--log-level", "debug", "--grpc", "127.0.0.1:0")
+    else:
+        serve(
+            env={
+                "RANKGATE_CONFIG": str(path),
+                "RANKGATE_SERVE_LOG_LEVEL": "debug",
+                "RANKGATE_SERVE_GRPC": "127.0.0.1:0",
+            }
+        )
+    ((config, _),) = started
+    assert config.observability.log_level == "debug"
+    assert config.listen.grpc == "127.0.0.1:0"
+    assert config.listen.admin == "127.0.0.1:50052"
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("nonsense", "expected HOST:PORT"),
+        ("0.0.0.0:50051", "opens every network interface"),
+        ("127.0.0.1:5570", "already taken by $.listen.grpc"),
+    ],
+)
+def test_bad_address_flag_is_a_usage_error(path, started, address, message):
+    result = serve("-c", path, "--grpc", address)
+    assert result.exit_code == 2
+    assert "Invalid value for --grpc" in result.stderr
+    assert message in " ".join(result.stderr.split())
+    assert not started
+
+
+def test_no_file_is_a_usage_error(started):
+    result = serve()
+    assert result.exit_code == 2
+    assert "RANKGATE_CONFIG" in result.stderr
+    assert not started
+
+
+def test_bad_file_is_refused_as_check_config_does(path, started):
+    path.write_text(BASE + "policy: {}\n")
+    result = serve("-c", path)
+    assert (result.exit_code, result.stderr) == (2, f"{path}:8:1: set 'preset' or 'cost' (at $.policy)\n")
+    assert not started

@@ -1,0 +1,89 @@
+"""What a configuration comes to, and the remarks on it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.config.effective import effective_config, remarks
+from gateway.config.loader import load_config, parse_config
+from tests.support.config_cases import BASE
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_every_default_is_filled_in():
+    effective = effective_config(parse_config(BASE, "f"))
+    assert effective["listen"]["grpc"] == "127.0.0.1:50051"
+    assert effective["groups"][0]["load_semantics"] == "disjoint"
+    assert effective["policy"] == {
+        "preset": "lmetric",
+        "cost": None,
+        "picker": "argmin",
+        "tie_break": "random",
+        "objective": "min",
+        "tie_tolerance": {"relative": 1e-09, "absolute": 0.0},
+        "seed": None,
+    }
+
+
+@pytest.mark.parametrize(("setting", "semantics"), [("", "resident"), ("    load_semantics: disjoint\n", "disjoint")])
+def test_load_semantics_follow_the_protocol_unless_set(setting, semantics):
+    text = BASE.replace("vllm", "tokenspeed") + setting
+    assert effective_config(parse_config(text, "f"))["groups"][0]["load_semantics"] == semantics
+
+
+@pytest.mark.parametrize(
+    "section",
+    ["", "policy: {cost: in_flight, picker: p2c}\n", "policy: {preset: random}\n", "listen: {metrics: null}\n"],
+)
+def test_effective_configuration_is_a_configuration_and_a_fixed_point(section):
+    effective = effective_config(parse_config(BASE + section, "f"))
+    again = parse_config(json.dumps(effective, allow_nan=False), "again")
+    assert effective_config(again) == effective
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_files_survive_the_round_trip(path):
+    effective = effective_config(load_config(path))
+    assert effective_config(parse_config(json.dumps(effective), path)) == effective
+
+
+GROUP = "  - {name: b, protocol: vllm, handshake: 'tcp://10.0.0.1:0', ranks: 2, min_ready: 0}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (BASE, []),
+        (
+            BASE + "listen: {admin: 10.0.0.1:1}\n",
+            ["listen.admin 10.0.0.1:1 is reachable from other hosts, and admin calls are not authenticated"],
+        ),
+        (
+            BASE + GROUP,
+            [
+                "group b: handshake port 0 is another free port at every start",
+                "group b: ranks may dial tcp://10.0.0.1:0 from other hosts, but sockets.transport ipc serves ranks on this host only",
+                "group a has ranks 0 to 1",
+                "group b has ranks 2 to 3",
+            ],
+        ),
+        (
+            BASE + "    min_ready: 0\n",
+            ["every min_ready is 0: the gateway reports ready before any rank has joined"],
+        ),
+        (
+            BASE + "admission: {max_in_flight: 21, max_in_flight_per_rank: 10}\n",
+            ["admission.max_in_flight 21 is never reached: 2 ranks x max_in_flight_per_rank 10 = 20"],
+        ),
+        (BASE + "admission: {max_in_flight: 20, max_in_flight_per_rank: 10}\n", []),
+        (
+            BASE + "gateways: 2\npolicy: {preset: vllm_4w_r}\n",
+            ["with several gateways, tie_break first sends all of them to the same rank"],
+        ),
+    ],
+)
+def test_remarks(text, expected):
+    assert remarks(parse_config(text, "f")) == expected
