@@ -1,0 +1,91 @@
+"""`gateway.v1.AdminService`: the configuration in force, and why requests went where they went."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+from google.protobuf import struct_pb2
+
+from gateway.config.effective import effective_config
+from gateway.config.schema import Config
+from gateway.core.errors import GatewayError, Reason
+from gateway.edges.grpc_context import RpcContext
+from gateway.edges.grpc_methods import Service, unary
+from gateway.edges.grpc_request import RequestReader
+from gateway.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from gateway.edges.driver import Driver
+
+NAME = "gateway.v1.AdminService"
+DEFAULT_DECISIONS = 20
+MAX_DECISIONS = 1000
+
+
+class AdminService:
+    """The servicer. `service` is what a transport serves."""
+
+    def __init__(self, config: Config, driver: "Driver") -> None:
+        self._config = config
+        self._driver = driver
+        self._reader = RequestReader(config)
+        self.service = Service(
+            NAME,
+            (
+                unary("GetEffectiveConfig", admin_pb2.GetEffectiveConfigRequest, self.get_effective_config),
+                unary("Explain", admin_pb2.ExplainRequest, self.explain),
+                unary("GetDecision", admin_pb2.GetDecisionRequest, self.get_decision),
+                unary("ListDecisions", admin_pb2.ListDecisionsRequest, self.list_decisions),
+            ),
+        )
+
+    async def get_effective_config(
+        self, _: admin_pb2.GetEffectiveConfigRequest, __: RpcContext
+    ) -> admin_pb2.GetEffectiveConfigResponse:
+        """Every setting, defaults filled in."""
+        effective = effective_config(self._config)
+        text = msgspec.json.encode(effective, order="sorted")
+        return admin_pb2.GetEffectiveConfigResponse(
+            config=to_struct(effective),
+            json=text.decode(),
+            sha256=hashlib.sha256(text).hexdigest(),
+        )
+
+    async def explain(self, request: admin_pb2.ExplainRequest, context: RpcContext) -> admin_pb2.ExplainResponse:
+        """Decide for a request that is not sent."""
+        now = self._driver.clock()
+        call = self._reader.call(context, now)
+        arrived = self._reader.generate(request.request, call, client_key="", arrived_at_unix_s=0.0, sink=None)
+        decision = self._driver.router.explain(arrived, now)
+        return admin_pb2.ExplainResponse(decision=to_struct(decision.render()))
+
+    async def get_decision(self, request: admin_pb2.GetDecisionRequest, _: RpcContext) -> admin_pb2.GetDecisionResponse:
+        """One recorded decision."""
+        decision = self._driver.router.decisions.get(request.decision_id)
+        if decision is None:
+            raise GatewayError(
+                Reason.DECISION_NOT_FOUND,
+                f"decision {request.decision_id} is not recorded (any more); observability.decision_ring sets how many are",
+                decision_id=request.decision_id,
+            )
+        return admin_pb2.GetDecisionResponse(decision=to_struct(decision.render()))
+
+    async def list_decisions(
+        self, request: admin_pb2.ListDecisionsRequest, _: RpcContext
+    ) -> admin_pb2.ListDecisionsResponse:
+        """The latest recorded decisions, newest first."""
+        limit = request.limit if request.HasField("limit") else DEFAULT_DECISIONS
+        if not 1 <= limit <= MAX_DECISIONS:
+            raise GatewayError(
+                Reason.INVALID_REQUEST, f"limit: must be in 1..{MAX_DECISIONS}, got {limit}", field="limit"
+            )
+        latest = self._driver.router.decisions.latest(limit)
+        return admin_pb2.ListDecisionsResponse(decisions=[to_struct(decision.render()) for decision in latest])
+
+
+def to_struct(value: Mapping[str, object]) -> struct_pb2.Struct:
+    """A JSON-like mapping as a protobuf Struct. What JSON can't say (infinite costs) becomes null."""
+    struct = struct_pb2.Struct()
+    struct.update(msgspec.json.decode(msgspec.json.encode(value)))
+    return struct
