@@ -1,7 +1,8 @@
 """The standard engine service over the real core, with ranks that do what the test says."""
 
+import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,28 +34,34 @@ SERVICE_NAMES = {
 
 
 class ScriptedRanks:
-    """A link that remembers what was sent; `step` is one output batch of a rank.
-
-    `auto` (token lists, one per step) makes every request answer itself, the last list with a finish.
-    """
+    """A link that remembers what was sent; `step` is one output batch of a rank."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._changed = asyncio.Event()
         self.sent: list[tuple[int, EngineRequest]] = []
         self.aborted: list[tuple[int, str]] = []
-        self.auto: list[list[int]] | None = None
 
     def send(self, rank: int, incarnation: int, request: EngineRequest) -> None:
         self.sent.append((rank, request))
-        for number, tokens in enumerate(self.auto or (), 1):
-            finish: FinishReason = "stop" if number == len(self.auto or ()) else ""
-            self._driver._loop = None  # the loop that runs this test
-            import asyncio
+        self._changed.set()
 
-            asyncio.get_running_loop().call_soon(self.step, request.wire_id, tokens, finish)
+    async def wait_sent(self, count: int = 1) -> list[str]:
+        """The wire ids of everything sent, once there are `count`."""
+        while len(self.sent) < count:
+            self._changed.clear()
+            await self._changed.wait()
+        return [request.wire_id for _, request in self.sent]
+
+    async def wait_aborted(self, count: int = 1) -> list[tuple[int, str]]:
+        while len(self.aborted) < count:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.aborted
 
     def abort(self, rank: int, incarnation: int, wire_ids: list[str]) -> None:
         self.aborted += ((rank, wire_id) for wire_id in wire_ids)
+        self._changed.set()
 
     def rank_of(self, wire_id: str) -> int:
         return next(rank for rank, request in self.sent if request.wire_id == wire_id)
@@ -84,7 +91,9 @@ class ScriptedRanks:
 class EngineEdge:
     """What a test of the service needs: the stub, its messages, the core and the ranks."""
 
-    def __init__(self, family: str, ranks: int, info: RankInfo | None, **config: Any) -> None:
+    def __init__(
+        self, family: str, ranks: int, info: RankInfo | None, join: Iterable[int] | None, **config: Any
+    ) -> None:
         listen = {"grpc": "127.0.0.1:0", "admin": "127.0.0.1:0"}
         self.family = family
         self.pb = PROTOS[family]
@@ -93,7 +102,7 @@ class EngineEdge:
         self.driver = Driver(self.router)
         self.ranks = ScriptedRanks(self.driver)
         self.driver.link = self.ranks
-        for rank in range(ranks):
+        for rank in range(ranks) if join is None else join:
             self.driver.emit(RankJoined(rank=rank, incarnation=1, info=info or make_info()))
         self.servers = GrpcServers(self.config, self.driver, [engine_service(self.config, self.driver)])
         self.channel: grpc.aio.Channel
@@ -119,10 +128,15 @@ class EngineEdge:
 
 @asynccontextmanager
 async def serve_engine(
-    family: str, ranks: int = 2, *, info: RankInfo | None = None, **config: Any
+    family: str,
+    ranks: int = 2,
+    *,
+    info: RankInfo | None = None,
+    join: Iterable[int] | None = None,
+    **config: Any,
 ) -> AsyncIterator[EngineEdge]:
-    """Serve on free ports. When the test is done the core holds nothing."""
-    edge = EngineEdge(family, ranks, info, **config)
+    """Serve on free ports; the ranks `join` (all by default) are READY. When the test is done the core holds nothing."""
+    edge = EngineEdge(family, ranks, info, join, **config)
     await edge.servers.start()
     try:
         async with grpc.aio.insecure_channel(edge.servers.grpc_address) as channel:

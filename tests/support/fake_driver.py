@@ -100,9 +100,7 @@ class FakeDriver:
             raise self.refusal
         key = (arrived.client_key, arrived.request_id)
         if key in self.router.by_client:
-            raise GatewayError(
-                Reason.DUPLICATE_REQUEST_ID, "a live request has this id", request_id=arrived.request_id
-            )
+            raise GatewayError(Reason.DUPLICATE_REQUEST_ID, "a live request has this id", request_id=arrived.request_id)
         now = self.clock()
         handle = len(self.requests) + 1
         request = Request(handle, arrived, now)

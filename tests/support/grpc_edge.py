@@ -1,11 +1,13 @@
 """gRPC listeners over a fake driver, and typed stubs to call them with."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import msgspec
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from gateway.config.schema import Config
@@ -51,9 +53,28 @@ async def serve(script: Script | None = None, *, driver: Any = None, **config: A
         assert not driver.live
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Let time pass until something that another task or process does has happened."""
+    while not condition():  # noqa: ASYNC110 - what is waited for sends no event
+        await asyncio.sleep(0.001)
+
+
 def generate_request(prompt: tuple[int, ...] = (1, 2, 3), **fields: Any) -> gateway_pb2.GenerateRequest:
     sampling = gateway_pb2.Sampling(**fields.pop("sampling", {"max_tokens": 4}))
     return gateway_pb2.GenerateRequest(prompt_token_ids=prompt, sampling=sampling, **fields)
+
+
+async def stream_failure(call: Any) -> tuple[grpc.aio.AioRpcError, list[Any]]:
+    """The error that a response stream ends with, and the messages before it."""
+    responses = []
+
+    async def read_all() -> None:
+        while (response := await call.read()) is not grpc.aio.EOF:
+            responses.append(response)
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all()
+    return caught.value, responses
 
 
 def error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:

@@ -47,7 +47,9 @@ def charge(table: RankTable, rank: int, prompt_tokens: int = 100) -> None:
     table.refresh(rank)
 
 
-def report(table: RankTable, rank: int, *, running: int = 0, waiting: int = 0, kv: float = 0.0, at: float = 0.0) -> None:
+def report(
+    table: RankTable, rank: int, *, running: int = 0, waiting: int = 0, kv: float = 0.0, at: float = 0.0
+) -> None:
     """Store a snapshot."""
     table.reported_running[rank] = table.running[rank] = running
     table.reported_waiting[rank] = table.waiting[rank] = waiting

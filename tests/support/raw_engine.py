@@ -52,10 +52,31 @@ def batch(family: str, rows: Sequence[tuple[str, list[int], str]], *, index: int
         ids, tokens, finish = ([row[column] for row in rows] for column in range(3))
         counts = [len(row[1]) for row in rows]
         zeros, empty = [0] * len(rows), [[] for _ in rows]
-        return pack(["BatchTokenIDOutSlim", ids, tokens, finish, zeros, counts, zeros, empty, empty, index, 1, 0, 1, 10])
+        return pack(
+            ["BatchTokenIDOutSlim", ids, tokens, finish, zeros, counts, zeros, empty, empty, index, 1, 0, 1, 10]
+        )
     codes = {"": None, "stop": 0, "length": 1, "abort": 2, "error": 3}
     outputs = [
-        [wire_id, tokens, None, None, None, codes[reason], None, None, None, None, None, None, None, 0, None, None, None, None]
+        [
+            wire_id,
+            tokens,
+            None,
+            None,
+            None,
+            codes[reason],
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            0,
+            None,
+            None,
+            None,
+            None,
+        ]
         for wire_id, tokens, reason in rows
     ]
     return pack([index, outputs, None, 2.5, None, None, None, None, None])
@@ -78,11 +99,13 @@ class RawEngine:
         self.addresses: tuple[str, str] | None = None
 
     def dial(self, address: str, kind: int, identity: bytes | None = None) -> "zmq.Socket[bytes]":
+        """An empty identity lets the ROUTER make one up."""
         socket = self.context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         if kind == zmq.DEALER:
-            socket.setsockopt(zmq.IDENTITY, identity if identity is not None else self.identity)
+            if identity != b"":
+                socket.setsockopt(zmq.IDENTITY, identity or self.identity)
             socket.setsockopt(zmq.RCVHWM, self.receive_hwm)
         else:
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -162,11 +185,10 @@ def _main(handshake: str, family: str, rows: int) -> None:
     async def live() -> None:
         engine = RawEngine(handshake, 0, family)
         await engine.join()
-        print("joined", flush=True)
         await engine.receive()
         for number in range(rows):
             engine.push_rows([(f"row-{number}", [number], "")])
-        time.sleep(0.3)  # libzmq's thread hands the rows to the kernel
+        await asyncio.sleep(0.3)  # libzmq's thread hands the rows to the kernel
         os.kill(os.getpid(), signal.SIGKILL)
 
     asyncio.run(live())

@@ -1,0 +1,107 @@
+"""`gateway.v1.GatewayService`: generate tokens, end requests, show the ranks."""
+
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from gateway.config.schema import Config
+from gateway.core.errors import GatewayError, Reason
+from gateway.core.request import Sequence
+from gateway.edges.grpc_context import RpcContext
+from gateway.edges.grpc_encode import encode_head, encode_output
+from gateway.edges.grpc_many import ManyStream
+from gateway.edges.grpc_methods import Service, bidi, server_stream, unary
+from gateway.edges.grpc_ranks import RankFeed
+from gateway.edges.grpc_request import RequestReader
+from gateway.edges.grpc_stream import StreamWriter, serve_request
+from gateway.v1 import gateway_pb2
+
+if TYPE_CHECKING:
+    from gateway.edges.driver import Driver
+
+NAME = "gateway.v1.GatewayService"
+# Callers aren't told apart yet, so all Generate calls share one space of request ids, and Abort works in it.
+ANYONE = ""
+
+
+class GenerateStream(StreamWriter):
+    """Writes GenerateResponse messages: one per sequence and turn, with everything that is pending."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heads: dict[int, bytes] = {}
+
+    def encode(self, sequence: Sequence) -> tuple[bytes, ...]:
+        """One message, or none when the outbox turns out to be empty."""
+        head = self._heads.get(sequence.index)
+        if head is None:
+            head = self._heads[sequence.index] = encode_head(sequence.request.arrived.request_id, sequence.index)
+        message = encode_output(head, sequence)
+        return (message,) if message else ()
+
+
+class GatewayService:
+    """The servicer. `service` is what a transport serves."""
+
+    def __init__(self, config: Config, driver: "Driver") -> None:
+        self._driver = driver
+        self._reader = RequestReader(config)
+        self._max_live_per_stream = config.limits.max_streams_per_connection
+        self._ranks = RankFeed(driver)
+        self._many: set[ManyStream] = set()
+        self._stream_numbers = itertools.count(1)
+        self._closing: GatewayError | None = None
+        self.service = Service(
+            NAME,
+            (
+                server_stream("Generate", gateway_pb2.GenerateRequest, self.generate),
+                bidi("GenerateMany", gateway_pb2.GenerateManyRequest, self.generate_many),
+                unary("Abort", gateway_pb2.AbortRequest, self.abort),
+                unary("ListRanks", gateway_pb2.ListRanksRequest, self.list_ranks),
+                server_stream("WatchRanks", gateway_pb2.WatchRanksRequest, self.watch_ranks),
+            ),
+        )
+
+    async def generate(self, request: gateway_pb2.GenerateRequest, context: RpcContext) -> None:
+        """Stream one request's tokens."""
+        call = self._reader.call(context, self._driver.clock())
+        stream = GenerateStream()
+        arrived = self._reader.generate(request, call, client_key=ANYONE, arrived_at_unix_s=time.time(), sink=stream)
+        await serve_request(self._driver, arrived, stream, call, context)
+
+    async def generate_many(
+        self, requests: AsyncIterator[gateway_pb2.GenerateManyRequest], context: RpcContext
+    ) -> None:
+        """Run many requests over one stream. Their ids are the stream's own."""
+        client_key = f"many-{next(self._stream_numbers)}"
+        stream = ManyStream(self._driver, self._reader, client_key=client_key, max_live=self._max_live_per_stream)
+        if self._closing is not None:
+            raise self._closing
+        self._many.add(stream)
+        try:
+            await stream.serve(requests, context)
+        finally:
+            self._many.discard(stream)
+
+    async def abort(self, request: gateway_pb2.AbortRequest, _: RpcContext) -> gateway_pb2.AbortResponse:
+        """End a live Generate request; an unknown id is no error."""
+        live = self._driver.router.find(ANYONE, request.request_id)
+        if live is not None:
+            self._driver.cancel(live, Reason.ABORTED)
+        return gateway_pb2.AbortResponse()
+
+    async def list_ranks(self, _: gateway_pb2.ListRanksRequest, __: RpcContext) -> gateway_pb2.ListRanksResponse:
+        """Every rank, now."""
+        return gateway_pb2.ListRanksResponse(ranks=self._ranks.now())
+
+    async def watch_ranks(self, _: gateway_pb2.WatchRanksRequest, context: RpcContext) -> None:
+        """Every rank, after each change, until the client leaves or the gateway stops."""
+        await self._ranks.watch(context)
+
+    def close(self, error: GatewayError) -> None:
+        """End the calls that would go on for ever with the error. Requests that are live go on."""
+        self._closing = error
+        self._ranks.close(error)
+        for stream in self._many:
+            stream.finish(error)

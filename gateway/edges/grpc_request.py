@@ -1,0 +1,143 @@
+"""What a call says: metadata and deadline for every service, and `gateway.v1` requests as events.
+
+Ranges are the core's to check (`gateway.core.validation`); this module refuses only what can't be expressed in a
+`RequestArrived`.
+"""
+
+import itertools
+import re
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from gateway.config.schema import Config
+from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RequestArrived
+from gateway.edges.grpc_context import Metadata, RpcContext
+from gateway.types import Sampling
+from gateway.v1 import gateway_pb2
+
+REQUEST_ID_KEY = "x-request-id"
+RANK_PIN_KEY = "x-data-parallel-rank"
+
+# The client's own deadline fires a little before the one that its call carried to the server.
+_DEADLINE_SLACK_S = 0.02
+_INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
+_PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]*")
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call's metadata and deadline say, whatever the service. None where they say nothing."""
+
+    request_id: str | None
+    pinned_rank: int | None
+    deadline_at: float | None
+
+    def early_end(self, now: float) -> Reason:
+        """Why a handler that is told to stop has to: the deadline, or the client left."""
+        is_late = self.deadline_at is not None and now >= self.deadline_at - _DEADLINE_SLACK_S
+        return Reason.DEADLINE_EXCEEDED if is_late else Reason.CANCELLED
+
+
+class RequestReader:
+    """Turns calls and requests into `RequestArrived` for one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self._max_context_tokens = config.model.max_context_tokens
+        self._default_deadline_s = config.limits.default_deadline_s
+        self._rank_count = sum(group.ranks for group in config.groups)
+        self._id_prefix = f"rg-{secrets.token_hex(6)}-"
+        self._id_numbers = itertools.count(1)
+
+    def call(self, context: RpcContext, now: float) -> Call:
+        """Read metadata and deadline. `now` is in seconds of the driver's clock."""
+        metadata = context.invocation_metadata() or ()
+        remaining_s = context.time_remaining()
+        if remaining_s is None:
+            remaining_s = self._default_deadline_s
+        return Call(
+            request_id=next(_texts(metadata, REQUEST_ID_KEY), None),
+            pinned_rank=self._metadata_pin(metadata),
+            deadline_at=None if remaining_s is None else now + remaining_s,
+        )
+
+    def request_id(self, given: str, call: Call) -> str:
+        """The field, else the metadata, else a new one. It is echoed in metadata, so it must fit there."""
+        request_id = given or call.request_id
+        if not request_id:
+            return f"{self._id_prefix}{next(self._id_numbers)}"
+        if _PRINTABLE_ASCII.fullmatch(request_id) is None or request_id != request_id.strip():
+            raise GatewayError(
+                Reason.INVALID_REQUEST,
+                "request_id: must be printable ASCII without spaces at its ends",
+                field="request_id",
+            )
+        return request_id
+
+    def pin(self, field: int | None, call: Call) -> int | None:
+        """The pin of the request and of the call's metadata, which must agree."""
+        if field is not None and call.pinned_rank is not None and field != call.pinned_rank:
+            raise self._invalid_rank(
+                f"data_parallel_rank {field} and {RANK_PIN_KEY} {call.pinned_rank} disagree; send one of them", field
+            )
+        return call.pinned_rank if field is None else field
+
+    def room(self, prompt_tokens: int) -> int:
+        """How many tokens the model's context leaves after a prompt; at least 1, so that the prompt is at fault."""
+        return max(1, self._max_context_tokens - prompt_tokens)
+
+    def generate(
+        self, request: gateway_pb2.GenerateRequest, call: Call, *, client_key: str, arrived_at_unix_s: float, sink: Any
+    ) -> RequestArrived:
+        """Decode a `gateway.v1` request. Raises `GatewayError` for what no event can express."""
+        prompt = request.prompt_token_ids[:]
+        sampling = request.sampling
+        return RequestArrived(
+            client_key=client_key,
+            request_id=self.request_id(request.request_id, call),
+            prompt_token_ids=prompt,
+            sampling=read_sampling(sampling, self.room(len(prompt))),
+            n=sampling.n if sampling.HasField("n") else 1,
+            model=request.model if request.HasField("model") else None,
+            pinned_rank=self.pin(_optional(request, "data_parallel_rank"), call),
+            priority=request.priority,
+            deadline_at=call.deadline_at,
+            arrived_at_unix_s=arrived_at_unix_s,
+            sink=sink,
+        )
+
+    def _metadata_pin(self, metadata: Metadata) -> int | None:
+        pins = set(_texts(metadata, RANK_PIN_KEY))
+        if not pins:
+            return None
+        if len(pins) > 1:
+            raise self._invalid_rank(f"{RANK_PIN_KEY} is given more than once, with different values", None)
+        text = pins.pop()
+        if _INTEGER.fullmatch(text) is None:
+            raise self._invalid_rank(f"{RANK_PIN_KEY} must be a whole number, got {text[:32]!r}", text)
+        return int(text)
+
+    def _invalid_rank(self, message: str, rank: object) -> GatewayError:
+        last = self._rank_count - 1
+        return GatewayError(
+            Reason.INVALID_RANK, f"{message}; valid ranks are 0..{last}", rank=rank, valid_min=0, valid_max=last
+        )
+
+
+def read_sampling(sampling: gateway_pb2.Sampling, room: int) -> Sampling:
+    """`gateway.v1.Sampling` in the gateway's terms; `room` stands in for an absent max_tokens."""
+    values: dict[str, Any] = {descriptor.name: value for descriptor, value in sampling.ListFields()}
+    values.pop("n", None)
+    values["stop_token_ids"] = tuple(sampling.stop_token_ids)
+    values.setdefault("max_tokens", room)
+    return Sampling(**values)
+
+
+def _optional(message: Any, field: str) -> Any:
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def _texts(metadata: Metadata, key: str) -> Iterator[str]:
+    return (value for name, value in metadata if name == key and isinstance(value, str))

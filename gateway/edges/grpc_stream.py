@@ -1,0 +1,138 @@
+"""From a sequence's outbox to a gRPC stream: the sinks that the driver flushes into.
+
+Two rules keep this cheap and bounded:
+* a flush only notes that a sequence has something; the tokens are taken when the transport is ready for the next
+  message. So whatever arrives during a slow write leaves as one message, and a reader that stands still keeps its
+  tokens in the outbox, where the core counts them against `limits.max_stream_buffer_bytes`;
+* no queue, no task and no protobuf object per token: one future per wait, bytes made by hand.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RequestArrived
+from gateway.core.request import Request, Sequence
+from gateway.edges.grpc_context import Metadata, RpcContext
+from gateway.edges.grpc_request import REQUEST_ID_KEY, Call
+from gateway.edges.grpc_status import abort_with
+
+if TYPE_CHECKING:
+    from gateway.edges.driver import Driver
+
+RANK_KEY = "x-rankgate-rank"
+DECISION_ID_KEY = "x-rankgate-decision-id"
+QUEUE_MS_KEY = "x-rankgate-queue-ms"
+
+
+class StreamSink:
+    """A `Sink` (see the driver) that remembers what is to be sent until a handler asks for it.
+
+    After `close` it ignores everything: the handler is gone, and it must not keep its requests alive.
+    """
+
+    def __init__(self) -> None:
+        # Each sequence at most once: the core marks it dirty, and its mark stays until its outbox is taken.
+        self.pending: deque[Sequence] = deque()
+        self.ended: list[Request] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_closed = False
+
+    def flush(self, sequence: Sequence) -> None:
+        """The sequence has tokens or a finish to send."""
+        if not self._is_closed:
+            self.pending.append(sequence)
+            self.wake()
+
+    def end(self, request: Request) -> None:
+        """The request is over; what is pending still goes out, unless the reader was too slow for it."""
+        if self._is_closed:
+            return
+        if request.error is not None and request.error.reason is Reason.SLOW_READER:
+            others = [sequence for sequence in self.pending if sequence.request is not request]
+            self.pending.clear()
+            self.pending.extend(others)
+        self.ended.append(request)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make a handler in `wait` look again."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return at the next `wake`. For the one handler of this sink."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._is_closed = True
+        self.pending.clear()
+        self.ended.clear()
+
+
+class StreamWriter(StreamSink, ABC):
+    """Sends the output of one request on one response stream; a service's subclass knows the messages."""
+
+    @abstractmethod
+    def encode(self, sequence: Sequence) -> Iterable[bytes]:
+        """Take the sequence's outbox and return the messages for it, none if there is nothing to say.
+
+        `sequence.finish` is set when this is the sequence's last call.
+        """
+
+    async def run(self, context: RpcContext) -> None:
+        """Write until the request has ended and everything of it is out."""
+        pending = self.pending
+        while True:
+            while pending:
+                for message in self.encode(pending.popleft()):
+                    await context.write(message)
+            if self.ended:
+                return
+            await self.wait()
+
+
+async def serve_request(
+    driver: "Driver", arrived: RequestArrived, stream: StreamWriter, call: Call, context: RpcContext
+) -> None:
+    """Submit a request whose sink is `stream`, write its output and end the call with its outcome.
+
+    However the handler is left, the request has ended afterwards and holds nothing.
+    """
+    headers = ((REQUEST_ID_KEY, arrived.request_id),)
+    try:
+        request = driver.submit(arrived)
+    except GatewayError as error:
+        await abort_with(context, error, headers)
+    try:
+        await context.send_initial_metadata(headers)
+        await stream.run(context)
+    finally:
+        stream.close()
+        driver.cancel(request, call.early_end(driver.clock()))
+    trailing = trailing_metadata(request)
+    if request.error is not None:
+        await abort_with(context, request.error, trailing)
+    context.set_trailing_metadata(trailing)
+
+
+def trailing_metadata(request: Request) -> Metadata:
+    """Where an accepted request went, which decision sent it there and how long it waited for that."""
+    attempts = [sequence.attempt for sequence in request.sequences if sequence.attempt is not None]
+    trailing: list[tuple[str, str]] = []
+    if attempts:
+        trailing.append((RANK_KEY, ",".join(str(attempt.rank) for attempt in attempts)))
+    if request.decision_id is not None:
+        trailing.append((DECISION_ID_KEY, str(request.decision_id)))
+    sent_at = min((attempt.sent_at for attempt in attempts), default=request.accepted_at)
+    trailing.append((QUEUE_MS_KEY, f"{(sent_at - request.accepted_at) * 1e3:.3f}"))
+    return trailing

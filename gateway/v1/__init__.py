@@ -1,0 +1,1 @@
+"""Generated from `protos/gateway/v1` by `tools/protos.sh`; everything else in this folder is overwritten."""

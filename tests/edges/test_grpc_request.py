@@ -1,0 +1,195 @@
+"""What a call's metadata, deadline and message say."""
+
+import msgspec
+import pytest
+
+from gateway.core.errors import GatewayError, Reason
+from gateway.edges.grpc_request import Call, RequestReader, read_sampling
+from gateway.types import Sampling
+from gateway.v1 import gateway_pb2
+from tests.support.grpc_edge import generate_request, make_config
+
+NOTHING = Call(request_id=None, pinned_rank=None, deadline_at=None)
+
+
+class Context:
+    def __init__(self, metadata=(), remaining=None):
+        self._metadata = metadata
+        self._remaining = remaining
+
+    def invocation_metadata(self):
+        return self._metadata
+
+    def time_remaining(self):
+        return self._remaining
+
+
+@pytest.fixture
+def reader():
+    return RequestReader(make_config())
+
+
+def read(reader, request, call=NOTHING):
+    return reader.generate(request, call, client_key="c", arrived_at_unix_s=1.5, sink=None)
+
+
+def refused(function, *args):
+    with pytest.raises(GatewayError) as caught:
+        function(*args)
+    return caught.value
+
+
+def test_every_field_arrives(reader):
+    request = generate_request(
+        (7, 8),
+        request_id="a",
+        data_parallel_rank=0,
+        priority=-3,
+        model="m",
+        session_id="hint",
+        no_cache=True,
+        allow_resume=False,
+        sampling={
+            "max_tokens": 5,
+            "temperature": 0.0,
+            "top_p": 0.7,
+            "top_k": 0,
+            "min_p": 0.25,
+            "frequency_penalty": -0.5,
+            "presence_penalty": 0.5,
+            "repetition_penalty": 1.1,
+            "min_tokens": 0,
+            "seed": -(2**63),
+            "n": 2,
+            "logprobs": 0,
+            "stop_token_ids": [3, 1],
+            "ignore_eos": True,
+        },
+    )
+    arrived = read(reader, request, Call(request_id="other", pinned_rank=0, deadline_at=9.0))
+    assert (arrived.client_key, arrived.request_id, arrived.prompt_token_ids) == ("c", "a", [7, 8])
+    assert (arrived.n, arrived.model, arrived.pinned_rank, arrived.priority) == (2, "m", 0, -3)
+    assert (arrived.deadline_at, arrived.arrived_at_unix_s) == (9.0, 1.5)
+    assert arrived.sampling == Sampling(
+        max_tokens=5,
+        temperature=0.0,
+        top_p=0.7,
+        top_k=0,
+        min_p=0.25,
+        frequency_penalty=-0.5,
+        presence_penalty=0.5,
+        repetition_penalty=1.1,
+        min_tokens=0,
+        seed=-(2**63),
+        logprobs=0,
+        stop_token_ids=(3, 1),
+        ignore_eos=True,
+    )
+
+
+def test_absent_fields_take_the_defaults_and_max_tokens_what_the_context_leaves(reader):
+    arrived = read(reader, gateway_pb2.GenerateRequest(prompt_token_ids=[1] * 96))
+    assert arrived.sampling == Sampling(max_tokens=4000)
+    assert (arrived.n, arrived.model, arrived.pinned_rank, arrived.deadline_at) == (1, None, None, None)
+
+
+def test_a_prompt_without_room_keeps_a_legal_max_tokens_so_that_the_prompt_is_blamed(reader):
+    assert read(reader, gateway_pb2.GenerateRequest(prompt_token_ids=[1] * 5000)).sampling.max_tokens == 1
+
+
+def test_every_sampling_field_of_the_proto_is_read():
+    fields = {field.name for field in gateway_pb2.Sampling.DESCRIPTOR.fields}
+    assert fields - {"n"} == set(Sampling.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "n"])
+def test_an_explicit_zero_is_passed_on_to_be_refused_not_replaced(reader, name):
+    arrived = read(reader, generate_request(sampling={name: 0}))
+    assert (arrived.n if name == "n" else arrived.sampling.max_tokens) == 0
+
+
+def test_sampling_numbers_keep_double_precision():
+    assert read_sampling(gateway_pb2.Sampling(temperature=0.1), 1).temperature == 0.1
+
+
+class TestRequestId:
+    def test_the_field_wins_over_metadata(self, reader):
+        call = reader.call(Context([("x-request-id", "meta")]), 0.0)
+        assert reader.request_id("field", call) == "field"
+        assert reader.request_id("", call) == "meta"
+
+    def test_generated_ids_differ_also_between_gateways(self, reader):
+        ids = {reader.request_id("", NOTHING) for _ in range(100)}
+        ids |= {RequestReader(make_config()).request_id("", NOTHING) for _ in range(100)}
+        assert len(ids) == 200
+
+    @pytest.mark.parametrize("bad", ["a\n", "é", "a\x00b", " a", "a ", "\x7f"])
+    def test_what_metadata_cannot_echo_is_refused(self, reader, bad):
+        error = refused(reader.request_id, bad, NOTHING)
+        assert (error.reason, error.facts["field"]) == (Reason.INVALID_REQUEST, "request_id")
+
+
+class TestPin:
+    def test_metadata_alone_pins(self, reader):
+        call = reader.call(Context([("x-data-parallel-rank", "2")]), 0.0)
+        assert reader.pin(None, call) == 2
+        assert reader.pin(2, call) == 2
+
+    def test_rank_zero_in_the_field_is_a_pin(self, reader):
+        assert reader.pin(0, NOTHING) == 0
+        assert reader.pin(None, NOTHING) is None
+
+    def test_numbers_out_of_range_are_the_cores_to_refuse(self, reader):
+        assert reader.pin(-1, NOTHING) == -1
+        assert reader.call(Context([("x-data-parallel-rank", "-1")]), 0.0).pinned_rank == -1
+
+    @pytest.mark.parametrize("text", ["x", "", "1.0", " 1", "1_0", "0x1", "\u0661", "99999999999999", "1,2"])
+    def test_what_is_no_number_is_refused_with_the_range(self, reader, text):
+        error = refused(reader.call, Context([("x-data-parallel-rank", text)]), 0.0)
+        assert error.reason is Reason.INVALID_RANK
+        assert (error.facts["valid_min"], error.facts["valid_max"]) == (0, 3)
+        assert "0..3" in error.message
+
+    def test_field_and_metadata_must_agree(self, reader):
+        call = reader.call(Context([("x-data-parallel-rank", "1")]), 0.0)
+        error = refused(reader.pin, 0, call)
+        assert (error.reason, error.facts["valid_max"]) == (Reason.INVALID_RANK, 3)
+
+    def test_two_values_must_agree(self, reader):
+        twice = [("x-data-parallel-rank", "1"), ("x-data-parallel-rank", "1")]
+        assert reader.call(Context(twice), 0.0).pinned_rank == 1
+        twice[1] = ("x-data-parallel-rank", "2")
+        assert refused(reader.call, Context(twice), 0.0).reason is Reason.INVALID_RANK
+
+    def test_the_range_spans_all_groups(self):
+        config = make_config(3)
+        config = msgspec.structs.replace(config, groups=config.groups * 2)
+        error = refused(RequestReader(config).call, Context([("x-data-parallel-rank", "x")]), 0.0)
+        assert error.facts["valid_max"] == 5
+
+
+class TestDeadline:
+    def test_it_is_absolute_on_the_drivers_clock(self, reader):
+        assert reader.call(Context(remaining=2.5), 100.0).deadline_at == 102.5
+        assert reader.call(Context(), 100.0).deadline_at is None
+
+    def test_the_default_applies_to_calls_without_one(self):
+        reader = RequestReader(make_config(limits={"default_deadline_s": 7.0}))
+        assert reader.call(Context(), 100.0).deadline_at == 107.0
+        assert reader.call(Context(remaining=60.0), 100.0).deadline_at == 160.0
+
+    @pytest.mark.parametrize(
+        ("deadline_at", "now", "reason"),
+        [
+            (None, 50.0, Reason.CANCELLED),
+            (100.0, 50.0, Reason.CANCELLED),
+            (100.0, 99.99, Reason.DEADLINE_EXCEEDED),
+            (100.0, 101.0, Reason.DEADLINE_EXCEEDED),
+        ],
+    )
+    def test_why_a_handler_is_told_to_stop(self, deadline_at, now, reason):
+        assert Call(request_id=None, pinned_rank=None, deadline_at=deadline_at).early_end(now) is reason
+
+
+def test_a_call_without_metadata(reader):
+    assert reader.call(Context(None), 0.0) == NOTHING
