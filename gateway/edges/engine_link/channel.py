@@ -1,0 +1,145 @@
+"""The private sockets of one rank incarnation: a ROUTER for its requests, a PULL for its batches.
+
+The rank takes both addresses from its own INIT (wire 1.1), so whatever arrives here is this rank's,
+whatever index it claims, and a connection lost here is this rank's.
+"""
+
+import asyncio
+from typing import Protocol
+
+import zmq
+
+from gateway.edges.engine_link.connections import Change
+from gateway.edges.engine_link.monitored import SOCKETS_EACH, Binder, Context, MonitoredSocket
+
+SEND_HWM = 1000
+HEARTBEAT_INTERVAL_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 5000
+MAX_REGISTRATION_BYTES = 1024 * 1024
+MAX_BATCH_BYTES = 256 * 1024 * 1024
+SOCKETS_PER_CHANNEL = 2 * SOCKETS_EACH
+FDS_PER_CHANNEL = 10
+"""Six mailboxes, two listeners, two connections."""
+
+# A half-open TCP connection gives no event; heartbeats end it (and answer from libzmq's own thread,
+# so a long engine step doesn't trip them).
+_COMMON: dict[int, int] = {
+    zmq.LINGER: 0,
+    zmq.HEARTBEAT_IVL: HEARTBEAT_INTERVAL_MS,
+    zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
+}
+_INPUT: dict[int, int] = _COMMON | {
+    zmq.SNDHWM: SEND_HWM,
+    zmq.ROUTER_MANDATORY: 1,
+    zmq.ROUTER_HANDOVER: 1,
+    zmq.MAXMSGSIZE: MAX_REGISTRATION_BYTES,
+}
+# An engine's scheduler blocks on a full PUSH: nothing on our side may fill up.
+_OUTPUT: dict[int, int] = _COMMON | {zmq.RCVHWM: 0, zmq.MAXMSGSIZE: MAX_BATCH_BYTES}
+
+
+class ChannelOwner(Protocol):
+    """Who is told what happens on a channel. Called from the event loop, never from a constructor."""
+
+    def on_input(self, frames: list[zmq.Frame]) -> None:
+        """A message `[identity, payload…]` on the request socket."""
+        ...
+
+    def on_output(self, frames: list[zmq.Frame]) -> None:
+        """A message on the batch socket."""
+        ...
+
+    def on_writable(self) -> None:
+        """A refused send may succeed now."""
+        ...
+
+    def on_up(self) -> None:
+        """A connection was established."""
+        ...
+
+    def on_down(self, *, is_output: bool) -> None:
+        """The rank's connection on one of the sockets was lost."""
+        ...
+
+
+class Channel:
+    """Both sockets, bound. Raises what the binders raise."""
+
+    def __init__(
+        self,
+        context: Context,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        identity: bytes,
+        bind_input: Binder,
+        bind_output: Binder,
+        owner: ChannelOwner,
+    ) -> None:
+        self._identity = identity
+        self._owner = owner
+        self.input = MonitoredSocket(
+            context,
+            loop,
+            kind=zmq.ROUTER,
+            options=_INPUT,
+            bind=bind_input,
+            on_message=owner.on_input,
+            on_writable=owner.on_writable,
+            on_change=lambda change: self._on_change(change, is_output=False),
+        )
+        try:
+            self.output = MonitoredSocket(
+                context,
+                loop,
+                kind=zmq.PULL,
+                options=_OUTPUT,
+                bind=bind_output,
+                on_message=owner.on_output,
+                on_writable=lambda: None,
+                on_change=lambda change: self._on_change(change, is_output=True),
+            )
+        except BaseException:
+            self.input.close()
+            raise
+
+    @property
+    def is_up(self) -> bool:
+        """Whether both sockets have a connection."""
+        return self.input.connections.is_up and self.output.connections.is_up
+
+    def send(self, frames: list[bytes]) -> None:
+        """Send without waiting. Raises zmq.Again when the pipe is full, zmq.ZMQError when the rank is not there."""
+        socket = self.input.socket
+        try:
+            socket.send(self._identity, zmq.NOBLOCK | zmq.SNDMORE)
+            last = len(frames) - 1
+            for position, frame in enumerate(frames):
+                socket.send(frame, zmq.NOBLOCK if position == last else zmq.NOBLOCK | zmq.SNDMORE)
+        finally:
+            self.input.reader.poke()
+
+    def learn_peers(self) -> None:
+        """Let the ROUTER take note of new connections. A send may skip that, and would then refuse a known rank."""
+        self.input.reader.poke()
+
+    def set_wants_write(self, wants_write: bool) -> None:
+        """Whether `on_writable` is to be called."""
+        self.input.reader.wants_write = wants_write
+        if wants_write:
+            self.input.reader.poke()
+
+    def poke(self, *, with_monitors: bool) -> None:
+        """Look for what the descriptors may have failed to announce."""
+        self.input.poke(with_monitor=with_monitors)
+        self.output.poke(with_monitor=with_monitors)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close both sockets; unsent requests and aborts get `linger_ms`."""
+        self.input.close(linger_ms)
+        self.output.close()
+
+    def _on_change(self, change: Change, *, is_output: bool) -> None:
+        if change is Change.UP:
+            self._owner.on_up()
+        else:
+            self._owner.on_down(is_output=is_output)

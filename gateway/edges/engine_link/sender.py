@@ -1,0 +1,109 @@
+"""Hands one rank its requests: at once while its socket takes them, through the FIFO otherwise."""
+
+import msgspec
+import zmq
+
+from gateway.core.events import SendBlocked, SendFailed, SendUnblocked
+from gateway.edges.engine_link.channel import Channel
+from gateway.edges.engine_link.env import LinkEnv
+from gateway.edges.engine_link.send_queue import SendQueue
+from gateway.types import EngineRequest
+from gateway.wire.protocol import EngineProtocol
+
+ENCODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
+
+
+class Sender:
+    """Sending side of one rank incarnation. Never raises; what goes wrong becomes a deferred event.
+
+    What is still queued when the rank is lost is dropped: the loss covers those attempts. A refused send with EHOSTUNREACH is only a hint: it fails that attempt, the monitor decides about the rank.
+    """
+
+    def __init__(self, env: LinkEnv, protocol: EngineProtocol, channel: Channel, rank: int, incarnation: int) -> None:
+        self._env = env
+        self._protocol = protocol
+        self._channel = channel
+        self._rank = rank
+        self._incarnation = incarnation
+        self._queue = SendQueue()
+        self._is_blocked = False
+
+    def send(self, request: EngineRequest) -> None:
+        """Encode once and send or queue."""
+        try:
+            frames = self._protocol.encode_add(request)
+        except ENCODE_ERRORS as error:
+            self._env.limited_log.warning(
+                "request_not_encodable", rank=self._rank, wire_id=request.wire_id, error=str(error)
+            )
+            self._fail(request.wire_id, "encode")
+            return
+        if not self._is_blocked:
+            sent = self._try_send(frames)
+            if sent is None:
+                self._fail(request.wire_id, "unreachable")
+            elif sent:
+                self._env.counters.adds += 1
+            if sent is not False:
+                return
+        if self._queue.offer(request.wire_id, frames):
+            self._block()
+        else:
+            self._fail(request.wire_id, "overflow")
+
+    def abort(self, wire_ids: list[str]) -> None:
+        """Abort attempts: taken out of the FIFO when still there, sent or queued otherwise."""
+        self._queue.abort(wire_ids)
+        self._env.counters.aborted_ids += len(wire_ids)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is queued as far as the socket takes it."""
+        while aborts := self._queue.next_aborts():
+            sent = self._try_send(self._protocol.encode_abort(aborts))
+            if sent is False:
+                self._block()
+                return
+            if sent is None:
+                self._env.counters.aborts_dropped += len(aborts)
+            self._queue.aborts_sent(aborts)
+        while add := self._queue.next_add():
+            wire_id, frames = add
+            sent = self._try_send(frames)
+            if sent is False:
+                self._block()
+                return
+            self._queue.add_sent(wire_id)
+            if sent:
+                self._env.counters.adds += 1
+            else:
+                self._fail(wire_id, "unreachable")
+        self._unblock()
+
+    def _try_send(self, frames: list[bytes]) -> bool | None:
+        """True: taken. False: full, try later. None: the rank can't be reached."""
+        try:
+            self._channel.send(frames)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            self._env.limited_log.warning("send_refused", rank=self._rank, error=error.strerror)
+            return None
+        return True
+
+    def _fail(self, wire_id: str, cause: str) -> None:
+        self._env.counters.send_failed.add(cause)
+        self._env.events.defer(SendFailed(self._rank, self._incarnation, wire_id, cause))
+
+    def _block(self) -> None:
+        if not self._is_blocked:
+            self._is_blocked = True
+            self._env.counters.send_blocked += 1
+            self._channel.set_wants_write(wants_write=True)
+            self._env.events.defer(SendBlocked(self._rank, self._incarnation))
+
+    def _unblock(self) -> None:
+        if self._is_blocked:
+            self._is_blocked = False
+            self._channel.set_wants_write(wants_write=False)
+            self._env.events.defer(SendUnblocked(self._rank, self._incarnation))
