@@ -2,6 +2,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
 PYTHON ?= python3
 
 .PHONY: help setup demo test lint types protos bench test-peers docs clean
@@ -40,11 +41,16 @@ protos: $(STAMP) ## regenerate gateway/v1 from protos/
 bench: $(STAMP) ## micro benchmarks and CPU per token; prints ratios
 	$(BIN)/python -m tests.bench
 
-test-peers: $(STAMP) ## a real router in front of the gateway (own virtual environment in .venv-peers)
+$(PEERS)/.installed: tests/peers/requirements.lock
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --require-hashes --only-binary :all: -r $<
+	@touch $@
+
+test-peers: $(STAMP) $(PEERS)/.installed ## a real router in front of the gateway (own virtual environment in .venv-peers)
 	$(BIN)/python -m pytest -m peers tests/peers
 
 docs: $(STAMP) ## regenerate the generated docs and the JSON schema
 	$(BIN)/python -m tools.generate
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

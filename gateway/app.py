@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import resource
 import secrets
 import signal
 import time
@@ -32,6 +33,7 @@ EXIT_OK = 0
 EXIT_RUNTIME = 1
 _DRAIN_POLL_S = 0.02
 _FLUSH_GRACE_S = 2.0
+_MAX_OPEN_FILES = 65536
 
 
 class Gateway:
@@ -178,6 +180,7 @@ def run(config: Config, config_path: Path) -> int:
     observability = config.observability
     logs.configure(observability.log_level, observability.log_format)
     log = structlog.get_logger("gateway")
+    _raise_open_files_limit()
     gateway = Gateway(config)
     try:
         return _run(gateway.serve())
@@ -185,6 +188,14 @@ def run(config: Config, config_path: Path) -> int:
         # An address in use is the operator's to fix: the message is enough, a traceback would hide it.
         log.error("start_failed", error=str(error), config=str(config_path))  # noqa: TRY400
         return EXIT_RUNTIME
+
+
+def _raise_open_files_limit() -> None:
+    """Take the open files that the system allows: every rank and every client connection needs some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:

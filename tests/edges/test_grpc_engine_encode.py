@@ -14,15 +14,12 @@ FAMILIES = {"vllm": (VLLM, vllm_engine_pb2), "tokenspeed": (TOKENSPEED, tokenspe
 
 uint32 = st.integers(0, 2**32 - 1) | st.integers(0, 300)
 float32 = st.floats(allow_nan=False, width=32)
-logprob = st.builds(
-    TokenLogprob, logprob=float32, top=st.lists(st.tuples(uint32, float32), max_size=3).map(tuple)
-)
+logprob = st.builds(TokenLogprob, logprob=float32, top=st.lists(st.tuples(uint32, float32), max_size=3).map(tuple))
 rows = st.lists(st.tuples(uint32, logprob), min_size=1, max_size=5)
 
 
 def expected_logprobs(pb, items):
-    out = pb.OutputLogProbs(token_logprobs=[lp.logprob for _, lp in items], token_ids=[token for token, _ in items])
-    return out
+    return pb.OutputLogProbs(token_logprobs=[lp.logprob for _, lp in items], token_ids=[token for token, _ in items])
 
 
 def add_tops(pb, out, items):

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-import msgspec
 from google.rpc import error_details_pb2, status_pb2
 
 from gateway.core.errors import Reason
