@@ -1,0 +1,183 @@
+"""One registered incarnation: its data sockets, and the engine stepping on a timer.
+
+A step's modelled time passes between `begin` and `finish`; an engine that lags catches up, so that the
+mean pace is the modelled one. An idle engine is silent. All of it runs in callbacks of one loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from engine_stub.dial import Dialled
+from engine_stub.engine import Fate, RankEngine
+from engine_stub.faults import Faults
+from engine_stub.sockets import FrameReader, Frames, FrameSender
+from engine_stub.wire.codec import SENTINEL
+
+MAX_CATCH_UP_S = 0.005
+"""A lagging step starts at most this much before now."""
+LAST_WORDS_LINGER_MS = 1000
+"""How long output that was sent before a scripted death may take to leave."""
+
+
+class Serving:
+    """Runs one engine over its sockets until `close`. `on_change` is called after every input and step."""
+
+    def __init__(
+        self,
+        engine: RankEngine,
+        sockets: Dialled,
+        *,
+        time_scale: float,
+        auto_step: bool,
+        on_change: Callable[[], None],
+        on_death: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._sockets = sockets
+        self._time_scale = time_scale
+        self._auto_step = auto_step
+        self._on_change = on_change
+        self._on_death = on_death
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader(sockets.inputs, self._on_frames)
+        self._sender = FrameSender(sockets.outputs, self._wake)
+        self._is_open = True
+        self._is_deaf = False
+        self._is_woken = False
+        self._is_stepping = False
+        self._is_held = False
+        self._deadline: float | None = None
+        self._step_timer: asyncio.Handle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def apply(self, faults: Faults) -> None:
+        """Put faults into effect: stalls begin or end here, the others are looked up where they act."""
+        self._engine.faults = faults
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        if faults.stall_s is not None:
+            self._stall_timer = self._loop.call_later(faults.stall_s, self._end_timed_stall)
+        self._stall_or_go_on()
+
+    def step(self) -> bool:
+        """Read what has arrived and run one step without its modelled time; whether there was one.
+
+        Without work the report that is owed, if any, is sent.
+        """
+        self._reader.drain()
+        if not self._is_open or self._is_stalled or self._has_died():
+            return False
+        has_work = self._engine.begin() is not None
+        if self._engine.fate is Fate.DEAD:
+            self._die(with_sentinel=True)
+            return False
+        now = time.monotonic()
+        self.send(self._engine.finish(now) if has_work else self._engine.run_dry(now))
+        self._on_change()
+        return has_work
+
+    def send(self, messages: list[Frames]) -> None:
+        """Send messages on the output socket; a mute rank sends nothing."""
+        if self._is_open and self._engine.fate is not Fate.MUTE:
+            for frames in messages:
+                self._sender.send(frames)
+
+    def close(self, linger_ms: int) -> None:
+        """Close the sockets; output that was handed to libzmq gets `linger_ms` to leave. Idempotent."""
+        self._is_open = False
+        for timer in (self._step_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self._reader.stop()
+        self._sender.stop()
+        self._sockets.inputs.close(linger=0)
+        self._sockets.outputs.close(linger=linger_ms)
+
+    # Inside.
+
+    @property
+    def _is_stalled(self) -> bool:
+        return self._engine.faults.stall or self._stall_timer is not None
+
+    def _end_timed_stall(self) -> None:
+        self._stall_timer = None
+        self._stall_or_go_on()
+
+    def _stall_or_go_on(self) -> None:
+        if self._is_stalled:
+            self._reader.stop()
+            return
+        if not self._is_deaf:
+            self._reader.start()
+        if self._is_held:
+            self._is_held = False
+            self._finish()
+        else:
+            self._wake()
+
+    def _on_frames(self, frames: Frames) -> None:
+        self.send(self._engine.receive(frames, time.monotonic()))
+        if self._engine.fate is Fate.DEAD:
+            self._die(with_sentinel=True)
+            return
+        if self._engine.fate is Fate.DEAF:
+            self._is_deaf = True
+            self._reader.stop()
+            self._sockets.inputs.close(linger=0)
+        self._wake()
+        self._on_change()
+
+    def _wake(self) -> None:
+        """Look for work once the callbacks at hand are done, so that a burst shares its first step."""
+        if self._auto_step and not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._begin_woken)
+
+    def _begin_woken(self) -> None:
+        self._is_woken = False
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._is_open or self._is_stepping or self._is_stalled or self._sender.is_blocked:
+            return
+        if self._has_died():
+            return
+        duration_ms = self._engine.begin()
+        now = time.monotonic()
+        if self._engine.fate is Fate.DEAD:
+            self._die(with_sentinel=True)
+        elif duration_ms is None:
+            self._deadline = None
+            self.send(self._engine.run_dry(now))
+            self._on_change()
+        else:
+            self._is_stepping = True
+            start = now if self._deadline is None else max(self._deadline, now - MAX_CATCH_UP_S)
+            self._deadline = start + duration_ms * self._time_scale / 1e3
+            delay = self._deadline - now
+            finish = self._finish
+            self._step_timer = self._loop.call_later(delay, finish) if delay > 0 else self._loop.call_soon(finish)
+
+    def _finish(self) -> None:
+        if self._is_stalled:
+            self._is_held = True
+            return
+        self._is_stepping = False
+        self.send(self._engine.finish(time.monotonic()))
+        self._on_change()
+        self._begin()
+
+    def _has_died(self) -> bool:
+        """Carry out the scripted death when it is due."""
+        is_due = self._engine.is_dying
+        if is_due:
+            self._die(with_sentinel=self._engine.faults.die_with_sentinel)
+        return is_due
+
+    def _die(self, *, with_sentinel: bool) -> None:
+        if with_sentinel:
+            self.send([[SENTINEL]])
+        self.close(LAST_WORDS_LINGER_MS)
+        self._on_death()
