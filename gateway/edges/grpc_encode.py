@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from math import copysign, inf
 
 from gateway.core.request import Sequence
+from gateway.edges.varint import Memo, varint
 from gateway.types import FinishReason, TokenLogprob
 from gateway.v1 import gateway_pb2
 
@@ -36,47 +37,19 @@ _FINISH_REASONS: dict[FinishReason, int] = {
 _pack_float = struct.Struct("<f").pack
 
 
-def _encode_varint(value: int) -> bytes:
-    # The lengths that occur (token ids are below 2^21), then any other.
-    if value < 0x80:
-        return bytes((value,))
-    if value < 0x4000:
-        return bytes((value & 0x7F | 0x80, value >> 7))
-    if value < 0x200000:
-        return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80, value >> 14))
-    return bytes((value & 0x7F | 0x80,)) + _encode_varint(value >> 7)
-
-
-class _Memo(dict[int, bytes]):
-    """Remembers encodings of small numbers: lengths and the token ids that a model really uses are few."""
-
-    LIMIT = 1 << 16
-
-    def __init__(self, encode: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._encode = encode
-
-    def __missing__(self, value: int) -> bytes:
-        encoded = self._encode(value)
-        if len(self) < self.LIMIT:
-            self[value] = encoded
-        return encoded
-
-
 def _encode_token(token_id: int) -> bytes:
-    payload = _varint(token_id)
-    return _TOKEN_IDS + _varint(len(payload)) + payload
+    payload = varint(token_id)
+    return _TOKEN_IDS + varint(len(payload)) + payload
 
 
-_varint = _Memo(_encode_varint).__getitem__
 # One token a message is the common case by far, so its whole field is remembered.
-_one_token = _Memo(_encode_token).__getitem__
+_one_token = Memo(_encode_token).__getitem__
 
 
 def encode_head(request_id: str, index: int) -> bytes:
     """The fields of GenerateResponse that every message of a sequence starts with."""
     name = request_id.encode()
-    return b"".join((_REQUEST_ID, _varint(len(name)), name, _INDEX, _varint(index)))
+    return b"".join((_REQUEST_ID, varint(len(name)), name, _INDEX, varint(index)))
 
 
 def encode_output(head: bytes, sequence: Sequence) -> bytes:
@@ -99,27 +72,27 @@ def encode_output(head: bytes, sequence: Sequence) -> bytes:
 
 def encode_tokens(token_ids: Seq[int]) -> bytes:
     """Field `token_ids`; not empty."""
-    payload = b"".join(map(_varint, token_ids))
-    return _TOKEN_IDS + _varint(len(payload)) + payload
+    payload = b"".join(map(varint, token_ids))
+    return _TOKEN_IDS + varint(len(payload)) + payload
 
 
 def encode_many(outputs: Iterable[bytes], errors: Iterable[bytes]) -> bytes:
     """A GenerateManyResponse of serialised outputs and errors."""
     parts: list[bytes] = []
     for output in outputs:
-        parts += (_OUTPUTS, _varint(len(output)), output)
+        parts += (_OUTPUTS, varint(len(output)), output)
     for error in errors:
-        parts += (_ERRORS, _varint(len(error)), error)
+        parts += (_ERRORS, varint(len(error)), error)
     return b"".join(parts)
 
 
 def _encode_logprob(item: TokenLogprob) -> bytes:
     parts = [_LOGPROB, _float(item.logprob)]
     for token_id, logprob in item.top:
-        body = b"".join((_TOP_TOKEN_ID, _varint(token_id), _TOP_LOGPROB, _float(logprob)))
-        parts += (_TOP, _varint(len(body)), body)
+        body = b"".join((_TOP_TOKEN_ID, varint(token_id), _TOP_LOGPROB, _float(logprob)))
+        parts += (_TOP, varint(len(body)), body)
     body = b"".join(parts)
-    return b"".join((_LOGPROBS, _varint(len(body)), body))
+    return b"".join((_LOGPROBS, varint(len(body)), body))
 
 
 def _encode_finish(sequence: Sequence, finish: FinishReason) -> bytes:
@@ -132,8 +105,8 @@ def _encode_finish(sequence: Sequence, finish: FinishReason) -> bytes:
     ]
     if sequence.attempt is not None:
         numbers += (sequence.attempt.rank, sequence.attempts)
-    body = b"".join(bytes((field << 3,)) + _varint(number) for field, number in enumerate(numbers, 1))
-    return _FINISH + _varint(len(body)) + body
+    body = b"".join(bytes((field << 3,)) + varint(number) for field, number in enumerate(numbers, 1))
+    return _FINISH + varint(len(body)) + body
 
 
 def _float(value: float) -> bytes:

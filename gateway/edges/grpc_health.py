@@ -4,8 +4,10 @@ https://github.com/grpc/grpc/blob/master/doc/health-checking.md
 """
 
 import asyncio
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from gateway.core.errors import GatewayError
@@ -13,6 +15,9 @@ from gateway.edges.grpc_context import RpcContext
 from gateway.edges.grpc_methods import Service, server_stream, unary
 
 NAME = "grpc.health.v1.Health"
+
+# List is younger than the published types.
+_list_messages: Any = health_pb2
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -30,6 +35,7 @@ class HealthService:
             NAME,
             (
                 unary("Check", health_pb2.HealthCheckRequest, self.check),
+                unary("List", _list_messages.HealthListRequest, self.list_all),
                 server_stream("Watch", health_pb2.HealthCheckRequest, self.watch),
             ),
         )
@@ -52,6 +58,13 @@ class HealthService:
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service name")
         return health_pb2.HealthCheckResponse(status=status)
+
+    async def list_all(self, _: Message, __: RpcContext) -> Message:
+        """The status of every name."""
+        response: Message = _list_messages.HealthListResponse(
+            statuses={name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        )
+        return response
 
     async def watch(self, request: health_pb2.HealthCheckRequest, context: RpcContext) -> None:
         """The status of a name, now and after each change. An unknown name may become known later."""

@@ -1,0 +1,140 @@
+"""Which ranks a request may go to: filters with one reason per rank, applied before every picker.
+
+Hard filters: the rank's state, a blocked send queue, its in-flight limit, the model's context, the
+KV capacity, and (by default) the free KV tokens. Soft filters are relaxed, weakest first, when no
+rank passes: `kv_usage`, then `kv_fit` where it is configured as soft. A rank with nothing in flight
+has its whole KV capacity free, whatever its last snapshot said.
+"""
+
+from itertools import compress
+from typing import NamedTuple
+
+from gateway.config.schema import Filters
+from gateway.core.errors import Reason
+from gateway.core.ranks import RankState, RankTable
+
+REASONS = (
+    "eligible",
+    "kv_usage",
+    "kv_fit",
+    "full",
+    "blocked",
+    "kv_capacity",
+    "context_length",
+    "lost",
+    "absent",
+    "not_pinned",
+)
+"""Stable strings, weakest first. A rank that fails several filters shows the strongest."""
+
+ELIGIBLE, KV_USAGE, KV_FIT, FULL, BLOCKED, KV_CAPACITY, CONTEXT_LENGTH, LOST, ABSENT, NOT_PINNED = range(len(REASONS))
+_UNDECIDED = len(REASONS)
+_UNDECIDED_IF_0 = bytes([_UNDECIDED, ELIGIBLE]) + bytes(254)
+_IS_ELIGIBLE = bytes([1]) + bytes(255)
+_NEVER_FITS = (KV_CAPACITY, CONTEXT_LENGTH)
+
+
+class Screened(NamedTuple):
+    """The filters' result. `codes[rank]` indexes `REASONS`; `relaxed` names the soft filters that were given up."""
+
+    codes: bytes
+    eligible: list[int]
+    relaxed: tuple[str, ...] = ()
+    refusal: Reason | None = None
+
+
+class Eligibility:
+    """The filters over one rank table."""
+
+    def __init__(self, settings: Filters, table: RankTable) -> None:
+        self._table = table
+        self._checks_fit = settings.kv_fit != "off"
+        self._soft = (KV_USAGE, KV_FIT) if settings.kv_fit == "soft" else (KV_USAGE,)
+
+    def is_everyone(self, prompt_tokens: int) -> bool:
+        """Whether every rank passes every filter, decided from whole columns; False may also mean "look closer"."""
+        table = self._table
+        return table.open_count == table.size and not table.over_kv_count and self._fits_everywhere(prompt_tokens)
+
+    def screen(self, prompt_tokens: int) -> Screened:
+        """Every rank through every filter."""
+        table = self._table
+        if self._fits_everywhere(prompt_tokens):
+            passes = bytearray(table.is_open)
+            if table.over_kv_count:
+                for rank in compress(range(table.size), table.is_over_kv):
+                    passes[rank] = False
+        else:
+            passes = bytearray(
+                [
+                    is_open and not is_over and prompt_tokens < length and prompt_tokens < free
+                    for is_open, is_over, length, free in zip(
+                        table.is_open, table.is_over_kv, table.max_model_len, table.free_kv_tokens, strict=True
+                    )
+                ]
+            )
+        codes = passes.translate(_UNDECIDED_IF_0)
+        rank = codes.find(_UNDECIDED)
+        while rank >= 0:
+            codes[rank] = self._code(rank, prompt_tokens)
+            rank = codes.find(_UNDECIDED, rank + 1)
+        return self._settle(bytes(codes), is_pinned=False)
+
+    def _fits_everywhere(self, prompt_tokens: int) -> bool:
+        table = self._table
+        if prompt_tokens >= min(table.max_model_len):
+            return False
+        if not table.has_kv_limit:
+            return True
+        # Free tokens never exceed the capacity, so below the smallest of them both filters pass.
+        return prompt_tokens < min(table.free_kv_tokens if self._checks_fit else table.kv_capacity_tokens)
+
+    def screen_pinned(self, prompt_tokens: int, pinned: int) -> Screened:
+        """Only the pinned rank; soft filters can't turn it away."""
+        codes = bytearray([NOT_PINNED]) * self._table.size
+        codes[pinned] = self._code(pinned, prompt_tokens)
+        return self._settle(bytes(codes), is_pinned=True)
+
+    def _settle(self, codes: bytes, *, is_pinned: bool) -> Screened:
+        """Accept the eligible ranks, or else those that only ever weaker soft filters turned away."""
+        for accepted in (ELIGIBLE, *self._soft):
+            if accepted not in codes:
+                continue
+            if accepted == ELIGIBLE:
+                return Screened(codes, _eligible(codes))
+            relaxed = tuple(REASONS[code] for code in self._soft if code <= accepted and code in codes)
+            codes = bytes([ELIGIBLE if code <= accepted else code for code in codes])
+            return Screened(codes, _eligible(codes), relaxed)
+        return Screened(codes, [], (), _refusal(codes, is_pinned=is_pinned))
+
+    def _code(self, rank: int, prompt_tokens: int) -> int:
+        """The strongest reason against a rank."""
+        table = self._table
+        state = table.state[rank]
+        if state is not RankState.READY:
+            return LOST if state is RankState.LOST else ABSENT
+        if 0 < table.max_model_len[rank] <= prompt_tokens:  # no room for one generated token
+            return CONTEXT_LENGTH
+        if prompt_tokens >= table.kv_capacity_tokens[rank]:
+            return KV_CAPACITY
+        if table.is_blocked[rank]:
+            return BLOCKED
+        if not table.is_open[rank]:
+            return FULL
+        if self._checks_fit and prompt_tokens > table.free_kv_tokens[rank]:
+            return KV_FIT
+        return KV_USAGE if table.is_over_kv[rank] else ELIGIBLE
+
+
+def _eligible(codes: bytes) -> list[int]:
+    return list(compress(range(len(codes)), codes.translate(_IS_ELIGIBLE)))
+
+
+def _refusal(codes: bytes, *, is_pinned: bool) -> Reason:
+    """The most informative reason why no rank is eligible."""
+    joined = set(codes) - {LOST, ABSENT, NOT_PINNED}
+    if not joined:
+        return Reason.PINNED_RANK_UNAVAILABLE if is_pinned else Reason.NO_ELIGIBLE_RANK
+    if joined.issubset(_NEVER_FITS):
+        return Reason.PROMPT_TOO_LONG
+    return Reason.KV_FULL if KV_FIT in joined else Reason.RANKS_FULL

@@ -1,0 +1,170 @@
+"""Structured logs: one JSON object a line on stderr, and one terminal line per accepted request.
+
+Lines are written with one processor that adds time and level and encodes with msgspec (about 3 µs); the
+console renderer and what it imports are loaded only when asked for. Prompts and generated tokens are
+never logged. A log stream that cannot be written to (closed, full disk, broken pipe) costs its
+lines, never a request: losses are counted in `LineLogger.lost`.
+"""
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, BinaryIO, ClassVar, Literal
+
+import msgspec
+import structlog
+from structlog.processors import format_exc_info
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+from gateway.core.errors import Reason
+from gateway.core.request import Request
+
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["json", "console"]
+
+_FAULTS = frozenset(
+    {
+        Reason.RANK_LOST,
+        Reason.SEND_FAILED,
+        Reason.ENGINE_REJECTED,
+        Reason.ENGINE_ERROR,
+        Reason.DATA_LOSS,
+        Reason.SLOW_READER,
+        Reason.INTERNAL,
+    }
+)
+"""Ends that an operator should look at; they are logged as warnings."""
+
+
+class LineLogger:
+    """The innermost logger: writes one encoded line, and never raises for the stream's sake."""
+
+    lost: ClassVar[int] = 0
+    """Lines that could not be written since start."""
+
+    __slots__ = ("_stream", "name")
+
+    def __init__(self, stream: BinaryIO, name: str = "") -> None:
+        self._stream = stream
+        self.name = name
+
+    def msg(self, line: bytes) -> None:
+        """Write `line` and a newline, and flush."""
+        try:
+            self._stream.write(line + b"\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            LineLogger.lost += 1
+
+    debug = info = warning = error = critical = msg
+
+
+class _ToStructlog(logging.Handler):
+    """Sends what libraries log (grpc, asyncio) down the same way, with the library's logger name."""
+
+    _METHODS: ClassVar[dict[str, str]] = {
+        "DEBUG": "debug",
+        "INFO": "info",
+        "WARNING": "warning",
+        "ERROR": "error",
+        "CRITICAL": "critical",
+    }
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = getattr(structlog.get_logger(record.name), self._METHODS.get(record.levelname, "info"))
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):
+            message = str(record.msg)
+        if record.exc_info:
+            log(message, exc_info=record.exc_info)
+        else:
+            log(message)
+
+
+def configure(level: Level, log_format: Format, stream: BinaryIO | None = None) -> None:
+    """Set up logging for the process; may be called again. `stream` is stderr unless given."""
+    target = sys.stderr.buffer if stream is None else stream
+    renderer = _render_json if log_format == "json" else _console_renderer(target)
+    structlog.configure(
+        processors=[renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *names: LineLogger(target, *names[:1]),
+        # Not cached: a logger made before a second call would keep the first one's level.
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, _ToStructlog)]:
+        root.removeHandler(handler)
+    root.addHandler(_ToStructlog())
+    # Libraries narrate at info; what matters of it to an operator is a warning there.
+    root.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]))
+
+
+def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> None:
+    """Log the end of an accepted request: called once each, with counts and times, never contents.
+
+    `cached_tokens` is the largest of the sequences' (they share one prompt); `completion_tokens` and
+    `attempts` are sums. `ttft_ms` is null when no token came.
+    """
+    error = request.error
+    started, first = request.accepted_at, request.first_token_at
+    ended = now if request.ended_at is None else request.ended_at
+    sequences = request.sequences
+    write = log.warning if error is not None and error.reason in _FAULTS else log.info
+    write(
+        "request_ended",
+        request_id=request.arrived.request_id,
+        outcome="ok" if error is None else error.reason.value,
+        rank=request.last_rank,
+        decision_id=request.decision_id,
+        prompt_tokens=len(request.arrived.prompt_token_ids),
+        completion_tokens=sum(sequence.completion_tokens for sequence in sequences),
+        cached_tokens=max(sequence.cached_tokens for sequence in sequences),
+        n=len(sequences),
+        ttft_ms=None if first is None else round((first - started) * 1000, 3),
+        e2e_ms=round((ended - started) * 1000, 3),
+        attempts=sum(sequence.attempts for sequence in sequences),
+    )
+
+
+_encode = msgspec.json.Encoder(enc_hook=repr).encode
+
+
+def _render_json(logger: WrappedLogger, method: str, fields: EventDict) -> bytes:
+    if "exc_info" in fields:
+        fields = format_exc_info(logger, method, fields)
+    line: dict[str, Any] = {"timestamp": datetime.now(UTC), "level": method, "event": fields.pop("event", "")}
+    name = getattr(logger, "name", "")
+    if name:
+        line["logger"] = name
+    line.update(fields)
+    try:
+        return _encode(line)
+    except (TypeError, ValueError):  # ValueError: lone surrogates, which UTF-8 cannot carry
+        return _encode({key: _printable(value) for key, value in line.items()})
+
+
+def _printable(value: object) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _console_renderer(stream: BinaryIO) -> Processor:
+    from structlog.dev import ConsoleRenderer, plain_traceback  # noqa: PLC0415 - only a console pays for it
+
+    render = ConsoleRenderer(
+        colors=stream.isatty(),
+        # A newline in a client's request id must not forge a second line.
+        repr_native_str=True,
+        # The prettier formatters print local variables, and with them prompts.
+        exception_formatter=plain_traceback,
+    )
+
+    def to_bytes(logger: WrappedLogger, method: str, fields: EventDict) -> bytes:
+        stamped: EventDict = {"timestamp": datetime.now(UTC).strftime("%H:%M:%S.%f"), "level": method, **fields}
+        if logger.name:
+            stamped["logger"] = logger.name
+        return str(render(logger, method, stamped)).encode(errors="backslashreplace")
+
+    return to_bytes

@@ -1,0 +1,287 @@
+"""Prometheus metrics on a port of their own.
+
+Nothing is pushed into a metrics library on the data path. Events leave plain integers in lists
+(`observe_*`), the core keeps its own columns and counters, and a custom collector reads both when it
+is scraped. The scrape runs in a thread of the HTTP server: it only reads, it copies a list or dict in
+one step before it walks it, and a value that moves meanwhile is at worst one event old. That step is
+`[:]` or `.copy()`: `list(d.items())` allocates on the way, which may run the garbage collector and
+with it other threads.
+"""
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from math import isnan
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from gateway import __version__
+from gateway.config.schema import Config
+from gateway.core.counters import Counters
+from gateway.core.errors import Reason
+from gateway.core.events import BatchReceived
+from gateway.core.ranks import RankState
+from gateway.core.request import Request
+from gateway.core.router import Router
+from gateway.edges import metrics_catalogue as catalogue
+from gateway.edges.grpc_status import CODES
+from gateway.edges.metrics_catalogue import Spec
+
+# The bounds are vLLM's, so that its panels line up; inter-token latency adds three finer ones.
+TTFT_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+DURATION_BOUNDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+_BREATH_S = 0.0001
+_GIVEN_UP = (Reason.CANCELLED, Reason.ABORTED)
+
+
+class Histogram:
+    """Bucket counts in a plain list. `observe` costs one bisection."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Count `value` (seconds) `weight` times."""
+        self.counts[bisect_left(self.bounds, value)] += weight
+        self.total += value * weight
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """`(le, count of values <= le)` pairs, the last one `+Inf`."""
+        running = 0
+        pairs: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts[:], strict=True):
+            running += count
+            pairs.append((bound, float(running)))
+        return pairs
+
+
+class Metrics(Collector):
+    """What one gateway process exports. `observe_*` run on the event loop, `collect` in a thread.
+
+    `link_counters` is any object whose attributes are integers, or dicts of integers by a bounded key.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        router: Router,
+        link_counters: object,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._router = router
+        self._link_counters = link_counters
+        self._clock = clock
+        size = router.ranks.size
+        self._ended: dict[tuple[str, str], int] = {}
+        self._durations: dict[tuple[str, str], Histogram] = {}
+        self._ttft = Histogram(TTFT_BOUNDS)
+        self._itl = Histogram(ITL_BOUNDS)
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._rank_ttft_count = [0] * size
+        self._rank_ttft_sum = [0.0] * size
+        self._last_batch_at: list[float] = [0.0] * size
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
+
+    # --- the event loop's side -------------------------------------------------------------------
+
+    def observe_ended(self, request: Request, now: float) -> None:
+        """Count an accepted request; called once, when it has ended."""
+        rpc = getattr(request.sink, "rpc", "unknown")
+        error = request.error
+        code = "OK" if error is None else CODES[error.reason].name
+        self._ended[rpc, code] = self._ended.get((rpc, code), 0) + 1
+        outcome = "ok" if error is None else "cancelled" if error.reason in _GIVEN_UP else "error"
+        histogram = self._durations.get((rpc, outcome))
+        if histogram is None:
+            histogram = self._durations[rpc, outcome] = Histogram(DURATION_BOUNDS)
+        ended_at = now if request.ended_at is None else request.ended_at
+        histogram.observe(ended_at - request.accepted_at)
+        if request.first_token_at is not None:
+            self._ttft.observe(request.first_token_at - request.accepted_at)
+        self._prompt_tokens += len(request.arrived.prompt_token_ids)
+        self._cached_tokens += max(sequence.cached_tokens for sequence in request.sequences)
+        for sequence in request.sequences:
+            attempt = sequence.attempt
+            if attempt is not None and attempt.first_token_at is not None:
+                self._rank_ttft_count[attempt.rank] += 1
+                self._rank_ttft_sum[attempt.rank] += attempt.first_token_at - attempt.sent_at
+
+    def observe_batch(self, event: BatchReceived, now: float) -> None:
+        """Note a batch's arrival, before the core sees it; costs the same for one row and for a thousand.
+
+        What decodes on the rank has waited since the rank's previous batch for its next token. So the
+        time between the two counts once for each row, up to the number of decoding sequences.
+        """
+        rows = len(event.batch.ids)
+        if not rows:
+            return
+        rank = event.rank
+        waited = min(rows, self._router.ranks.in_flight_decode[rank])
+        if waited:
+            self._itl.observe(now - self._last_batch_at[rank], waited)
+        self._last_batch_at[rank] = now
+
+    # --- serving ---------------------------------------------------------------------------------
+
+    def start(self, host: str, port: int) -> int:
+        """Serve `/metrics` in a thread. Returns the bound port. Raises OSError that names the address."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        try:
+            server, thread = start_http_server(port, addr=host.strip("[]"), registry=registry)
+        except OSError as error:
+            problem = f"listen.metrics: cannot listen on {host}:{port}: {error.strerror or error}"
+            raise OSError(error.errno, problem) from error
+        self._server = (server, thread)
+        return int(server.server_port)
+
+    def stop(self) -> None:
+        """Stop serving and wait for the thread; harmless when nothing is served."""
+        if self._server is None:
+            return
+        (server, thread), self._server = self._server, None
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    # --- the scrape ------------------------------------------------------------------------------
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registration must not read the core."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family of the catalogue.
+
+        The library renders a family before it asks for the next. The short sleeps between them let the
+        event loop have the interpreter lock at once instead of after the 5 ms that a busy thread may keep it.
+        """
+        for families in (
+            self._gateway_families(),
+            self._rank_families(),
+            _core_counters(self._router.counters),
+            _link_counters(self._link_counters),
+            self._latency_families(),
+        ):
+            for family in families:
+                yield family
+                time.sleep(_BREATH_S)
+
+    def _gateway_families(self) -> Iterator[Metric]:
+        yield _family(catalogue.BUILD_INFO, [((__version__,), 1)])
+        yield _family(catalogue.LIVE, [((), self._router.live_count)])
+        yield _family(catalogue.DRAINING, [((), int(self._router.is_draining))])
+        yield _family(catalogue.REQUESTS, list(self._ended.copy().items()))
+        yield _family(catalogue.PROMPT_TOKENS, [((), self._prompt_tokens)])
+        yield _family(catalogue.CACHED_TOKENS, [((), self._cached_tokens)])
+
+    def _rank_families(self) -> Iterator[Metric]:
+        table = self._router.ranks
+        ranks = range(table.size)
+        for spec, read in catalogue.RANK_GAUGES:
+            values = [(rank, read(table, rank)) for rank in ranks]
+            yield _family(spec, [((str(rank),), value) for rank, value in values if value is not None])
+        states = table.state[:]
+        yield _family(
+            catalogue.RANK_STATE,
+            [((str(rank), state.value), int(states[rank] is state)) for rank in ranks for state in RankState],
+        )
+        known = [(rank, info) for rank, info in enumerate(table.info[:]) if info is not None]
+        groups = [self._config.groups[number].name for number in table.group_of]
+        yield _family(
+            catalogue.RANK_INFO,
+            [((str(rank), groups[rank], info.engine_version, str(table.incarnation[rank])), 1) for rank, info in known],
+        )
+        now = self._clock()
+        seen = [(rank, at) for rank, at in enumerate(table.snapshot_at[:]) if at is not None]
+        yield _family(catalogue.SNAPSHOT_AGE, [((str(rank),), max(0.0, now - at)) for rank, at in seen])
+        yield _family(catalogue.RANK_COST, self._newest_costs())
+
+    def _newest_costs(self) -> "list[Series]":
+        newest = self._router.decisions.latest(1)
+        costs = newest[0].costs if newest else None
+        # NaN: the rank was not evaluated (it was not eligible, or the pin left it out).
+        return [((str(rank),), cost) for rank, cost in enumerate(costs or ()) if not isnan(cost)]
+
+    def _latency_families(self) -> Iterator[Metric]:
+        for spec, histograms in (
+            (catalogue.TTFT, {(): self._ttft}),
+            (catalogue.ITL, {(): self._itl}),
+            (catalogue.DURATION, self._durations.copy()),
+        ):
+            family = HistogramMetricFamily(spec.full_name, spec.help, labels=spec.labels)
+            for labels, histogram in histograms.items():
+                family.add_metric(labels, histogram.cumulative(), histogram.total)
+            yield family
+        spec = catalogue.RANK_TTFT
+        summary = SummaryMetricFamily(spec.full_name, spec.help, labels=spec.labels)
+        counts, sums = self._rank_ttft_count[:], self._rank_ttft_sum[:]
+        for rank in range(self._router.ranks.size):
+            summary.add_metric((str(rank),), counts[rank], sums[rank])
+        yield summary
+
+
+Series = tuple[tuple[str, ...], float]
+
+
+def _family(spec: Spec, series: list[Series]) -> Metric:
+    kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    family = kind(spec.full_name, spec.help, labels=spec.labels)
+    for labels, value in series:
+        family.add_metric(labels, value)
+    return family
+
+
+def _series(value: object) -> list[Series]:
+    """A number, one number per rank, or numbers by a bounded key."""
+    if isinstance(value, list):
+        return [((str(rank),), count) for rank, count in enumerate(value[:])]
+    if isinstance(value, dict):
+        return [((str(key),), count) for key, count in value.copy().items()]
+    assert isinstance(value, int)
+    return [((), value)]
+
+
+def _core_counters(counters: Counters) -> Iterator[Metric]:
+    for name, spec in catalogue.CORE_COUNTERS.items():
+        yield _family(spec, _series(getattr(counters, name)))
+
+
+def _link_counters(counters: object) -> Iterator[Metric]:
+    """The link's counters under their own names: its code bounds the names and the reasons."""
+    events: list[Series] = []
+    faults: list[Series] = []
+    for name, value in vars(counters).copy().items():
+        family = faults if isinstance(value, dict) else events
+        family.extend(((name, *labels), count) for labels, count in _series(value))
+    yield _family(catalogue.LINK_EVENTS, events)
+    yield _family(catalogue.LINK_FAULTS, faults)
