@@ -134,9 +134,9 @@ class Gateway:
         self.metrics.stop()
 
     def _on_engine_event(self, event: Event) -> None:
-        self.driver.emit(event)
         if isinstance(event, BatchReceived):
             self.metrics.observe_batch(event, self.driver.clock())
+        self.driver.emit(event)
 
     def _on_ended(self, request: Request) -> None:
         now = self.driver.clock()

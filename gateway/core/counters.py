@@ -73,7 +73,7 @@ class Counters:
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, dict):
-                out[name] = {str(key): count for key, count in list(value.items())}
+                out[name] = {str(key): count for key, count in value.copy().items()}
             elif isinstance(value, list):
                 out[name] = list(value)
             else:

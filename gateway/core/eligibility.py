@@ -82,12 +82,14 @@ class Eligibility:
 
     def _fits_everywhere(self, prompt_tokens: int) -> bool:
         table = self._table
-        if prompt_tokens >= min(table.max_model_len):
+        if prompt_tokens >= table.min_model_len:
             return False
         if not table.has_kv_limit:
             return True
         # Free tokens never exceed the capacity, so below the smallest of them both filters pass.
-        return prompt_tokens < min(table.free_kv_tokens if self._checks_fit else table.kv_capacity_tokens)
+        if self._checks_fit:
+            return prompt_tokens < table.kv_floor_tokens or prompt_tokens < table.raise_kv_floor()
+        return prompt_tokens < min(table.kv_capacity_tokens)
 
     def screen_pinned(self, prompt_tokens: int, pinned: int) -> Screened:
         """Only the pinned rank; soft filters can't turn it away."""

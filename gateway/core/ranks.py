@@ -88,6 +88,9 @@ class RankTable:
         self.open_count = 0
         self.over_kv_count = 0
         self.has_kv_limit = False
+        self.min_model_len = 0
+        self.kv_floor_tokens = inf
+        """A lower bound of `free_kv_tokens`; `raise_kv_floor` makes it exact."""
 
     def refresh(self, rank: int) -> None:
         """Recompute the derived columns of one rank; called after every change to it."""
@@ -97,7 +100,8 @@ class RankTable:
         usage = self.kv_usage[rank]
         if capacity is not inf:
             used = max(usage * capacity, self.own_tokens[rank]) if in_flight else 0
-            self.free_kv_tokens[rank] = capacity - used
+            free = self.free_kv_tokens[rank] = capacity - used
+            self.kv_floor_tokens = min(self.kv_floor_tokens, free)
         is_open = (
             self.state[rank] is RankState.READY and not self.is_blocked[rank] and in_flight < self.max_in_flight[rank]
         )
@@ -120,6 +124,8 @@ class RankTable:
             capacity = info.num_gpu_blocks * info.block_size
         self.kv_capacity_tokens[rank] = float(capacity) if capacity else inf
         self.free_kv_tokens[rank] = self.kv_capacity_tokens[rank]
+        self.raise_kv_floor()
+        self.min_model_len = min(self.max_model_len)
         self.has_kv_limit = any(value is not inf for value in self.kv_capacity_tokens)
         if self._max_in_flight_setting is None:
             slots = info.max_num_seqs
@@ -136,6 +142,11 @@ class RankTable:
             column[rank] = 0
         self.head_since[rank] = None
         self.forget_snapshot(rank)
+
+    def raise_kv_floor(self) -> float:
+        """Make the floor exact again and return it."""
+        self.kv_floor_tokens = min(self.free_kv_tokens)
+        return self.kv_floor_tokens
 
     def forget_snapshot(self, rank: int) -> None:
         """Back to "never reported"."""

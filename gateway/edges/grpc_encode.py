@@ -6,7 +6,7 @@ check. Wire format: https://protobuf.dev/programming-guides/encoding
 """
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from math import copysign, inf
 

@@ -28,6 +28,8 @@ ANYONE = ""
 class GenerateStream(StreamWriter):
     """Writes GenerateResponse messages: one per sequence and turn, with everything that is pending."""
 
+    rpc = f"{NAME}/Generate"
+
     def __init__(self) -> None:
         super().__init__()
         self._heads: dict[int, bytes] = {}

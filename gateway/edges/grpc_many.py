@@ -35,6 +35,8 @@ class ManyStream(StreamSink):
     belongs to the id's next request.
     """
 
+    rpc = "gateway.v1.GatewayService/GenerateMany"
+
     def __init__(self, driver: "Driver", reader: RequestReader, *, client_key: str, max_live: int) -> None:
         super().__init__()
         self._driver = driver

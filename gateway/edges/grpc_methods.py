@@ -5,6 +5,7 @@ method needs, once: decoding that answers garbage with INVALID_ARGUMENT, the map
 log entry for defects.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
@@ -103,10 +104,18 @@ def decode(request_type: type[RequestT], data: bytes) -> RequestT:
 async def _guard(name: str, work: Awaitable[ResultT], context: RpcContext) -> ResultT:
     """Run a handler; whatever it raises becomes a status. Cancellation passes untouched."""
     try:
+        return await _answer(name, work, context)
+    except grpc.aio.InternalError:
+        # The transport had ended the call already: the client left an instant before it was told so.
+        raise asyncio.CancelledError from None
+
+
+async def _answer(name: str, work: Awaitable[ResultT], context: RpcContext) -> ResultT:
+    try:
         return await work
     except GatewayError as error:
         await abort_with(context, error)
-    except grpc.aio.AbortError:
+    except (grpc.aio.AbortError, grpc.aio.InternalError):
         raise
     except Exception:  # noqa: BLE001 - the last line of defence: a defect must not kill other calls
         _log.exception("rpc_failed", rpc=name)

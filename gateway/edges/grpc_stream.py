@@ -89,6 +89,10 @@ class StreamWriter(StreamSink, ABC):
         `sequence.finish` is set when this is the sequence's last call.
         """
 
+    def farewell(self, request: Request) -> Iterable[bytes] | None:  # noqa: ARG002 - for subclasses
+        """Messages that end the stream in order although the request has an error. None: the error is the status."""
+        return None
+
     async def run(self, context: RpcContext) -> None:
         """Write until the request has ended and everything of it is out."""
         pending = self.pending
@@ -106,23 +110,33 @@ async def serve_request(
 ) -> None:
     """Submit a request whose sink is `stream`, write its output and end the call with its outcome.
 
-    However the handler is left, the request has ended afterwards and holds nothing.
+    However the handler is left, the request has ended afterwards and holds nothing. The request id goes out as
+    trailing metadata, and as a header for callers that sent it as one: headers of their own cost a transport
+    operation per request, which is a good part of a short one.
     """
-    headers = ((REQUEST_ID_KEY, arrived.request_id),)
     try:
         request = driver.submit(arrived)
     except GatewayError as error:
-        await abort_with(context, error, headers)
+        await abort_with(context, error, _id_metadata(arrived))
     try:
-        await context.send_initial_metadata(headers)
+        if call.request_id is not None:
+            await context.send_initial_metadata(_id_metadata(arrived))
         await stream.run(context)
+        farewell = stream.farewell(request)
+        for message in farewell or ():
+            await context.write(message)
     finally:
         stream.close()
+        # A no-op once the request has ended; else the client is gone or its transport failed.
         driver.cancel(request, call.early_end(driver.clock()))
-    trailing = trailing_metadata(request)
-    if request.error is not None:
+    trailing = (*_id_metadata(arrived), *trailing_metadata(request))
+    if request.error is not None and farewell is None:
         await abort_with(context, request.error, trailing)
     context.set_trailing_metadata(trailing)
+
+
+def _id_metadata(arrived: RequestArrived) -> tuple[tuple[str, str], ...]:
+    return ((REQUEST_ID_KEY, arrived.request_id),)
 
 
 def trailing_metadata(request: Request) -> Metadata:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-_MEMO_LIMIT = 1 << 18
+MEMO_LIMIT = 1 << 18
 
 
 def encode_varint(value: int) -> bytes:
-    """The varint of a non-negative number. https://protobuf.dev/programming-guides/encoding"""
+    """The varint of a non-negative number (https://protobuf.dev/programming-guides/encoding)."""
     # The lengths that occur (token ids are below 2^21), then any other.
     if value < 0x80:
         return bytes((value,))
@@ -26,7 +26,7 @@ class Memo(dict[int, bytes]):
 
     def __missing__(self, value: int) -> bytes:
         encoded = self._encode(value)
-        if len(self) < _MEMO_LIMIT:
+        if len(self) < MEMO_LIMIT:
             self[value] = encoded
         return encoded
 

@@ -180,7 +180,10 @@ async def test_generate_many_balances_and_drains():
 CLIENT = """
 import sys, grpc
 generate = grpc.insecure_channel(sys.argv[1]).unary_stream("/gateway.v1.GatewayService/Generate")
-calls = [generate(bytes.fromhex(request)) for request in sys.argv[2:]]
+calls = [
+    generate(bytes.fromhex(request), metadata=[("x-request-id", f"killed-{number}")])
+    for number, request in enumerate(sys.argv[2:])
+]
 for call in calls:
     call.initial_metadata()
 print("streaming", flush=True)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from gateway.core.events import RequestArrived
 from gateway.core.request import Attempt, Request
-from gateway.edges import grpc_encode
 from gateway.edges.grpc_encode import encode_head, encode_many, encode_output
 from gateway.types import Sampling, TokenLogprob
 from gateway.v1 import gateway_pb2
@@ -110,13 +109,6 @@ def test_zero_is_sent_where_it_is_a_fact():
     assert message.HasField("index")
     assert message.finish.HasField("rank")
     assert message.finish.HasField("cached_tokens")
-
-
-def test_the_memory_of_encodings_is_bounded(monkeypatch):
-    monkeypatch.setattr(grpc_encode._Memo, "LIMIT", 4)
-    memo = grpc_encode._Memo(lambda value: bytes((value,)))
-    assert [memo[value] for value in range(10)] == [bytes((value,)) for value in range(10)]
-    assert len(memo) == 4
 
 
 def test_a_long_backlog_that_the_core_packed_is_encoded_whole():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2, vllm_engine_pb2
 
-from gateway.edges.grpc_engine.encode import TOKENSPEED, VARINTS, VLLM, SequenceEncoder, pack
+from gateway.edges.grpc_engine.encode import TOKENSPEED, VLLM, SequenceEncoder
 from gateway.types import TokenLogprob
 
 FAMILIES = {"vllm": (VLLM, vllm_engine_pb2), "tokenspeed": (TOKENSPEED, tokenspeed_scheduler_pb2)}
@@ -102,18 +102,3 @@ def test_logprobs_beyond_float32_become_infinite_instead_of_failing_the_flush():
 def test_floats_are_little_endian():
     encoder = SequenceEncoder(VLLM, "r", 0, 1)
     assert struct.pack("<f", -0.5) in encoder.chunk([1], [TokenLogprob(-0.5)], 0)
-
-
-@given(number=st.integers(0, 2**64 - 1))
-def test_varints_decode_to_their_number(number):
-    encoded = VARINTS[number]
-    assert sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(encoded)) == number
-    assert all(byte & 0x80 for byte in encoded[:-1])
-    assert not encoded[-1] & 0x80
-
-
-def test_the_memory_of_varints_is_bounded(monkeypatch):
-    monkeypatch.setattr("gateway.edges.grpc_engine.encode._MEMO_LIMIT", len(VARINTS) + 1)
-    before = len(VARINTS)
-    pack(range(10**9, 10**9 + 50))
-    assert len(VARINTS) == before + 1

@@ -280,7 +280,7 @@ async def test_ids_are_echoed_or_made(family):
             wire_id = (await edge.ranks.wait_sent(number))[-1]
             edge.ranks.step(wire_id, [9], "stop")
             responses = await collect(call)
-            echoed = dict(await call.initial_metadata())["x-request-id"]
+            echoed = dict(await call.trailing_metadata())["x-request-id"]
             assert echoed == given if given else echoed.startswith("rg-")
             if family == "tokenspeed":
                 assert {response.request_id for response in responses} == {echoed}

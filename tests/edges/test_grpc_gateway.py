@@ -44,8 +44,8 @@ async def test_tokens_finish_and_metadata():
             2,
             1,
         )
-        assert dict(await call.initial_metadata())["x-request-id"] == "mine"
         trailing = dict(await call.trailing_metadata())
+        assert trailing["x-request-id"] == "mine"
         assert (trailing["x-rankgate-rank"], trailing["x-rankgate-decision-id"]) == ("2", "1")
         assert float(trailing["x-rankgate-queue-ms"]) >= 0
 
@@ -58,7 +58,8 @@ async def test_request_ids_come_from_metadata_or_are_made():
         assert edge.driver.arrivals[0].pinned_rank == 3
         call = edge.stub.Generate(generate_request())
         (made,) = {r.request_id async for r in call}
-        assert dict(await call.initial_metadata())["x-request-id"] == made
+        assert "x-request-id" not in dict(await call.initial_metadata())
+        assert dict(await call.trailing_metadata())["x-request-id"] == made
 
 
 async def test_n_sequences_are_told_apart():

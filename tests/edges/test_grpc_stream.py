@@ -86,8 +86,9 @@ async def test_tokens_of_one_turn_leave_in_one_message_per_sequence():
         (0, [4], gateway_pb2.FINISH_REASON_STOP),
         (1, [], gateway_pb2.FINISH_REASON_LENGTH),
     ]
-    assert transport.initial == {"x-request-id": "r"}
+    assert transport.initial is None
     assert transport.trailing == {
+        "x-request-id": "r",
         "x-rankgate-rank": "0,1",
         "x-rankgate-decision-id": "1",
         "x-rankgate-queue-ms": "0.000",

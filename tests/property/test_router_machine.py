@@ -1,7 +1,7 @@
 """A hypothesis state machine over the router: invariants after every step, quiet at the end."""
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gateway.core.effects import AbortOnRank, Dispatch, RequestAccepted, RequestEnded, RequestRefused
@@ -159,6 +159,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert ranks.over_kv_count == sum(ranks.is_over_kv)
         assert all(0.0 <= usage <= 1.0 for usage in ranks.kv_usage)
         for rank in range(RANKS):
+            assert ranks.kv_floor_tokens <= ranks.free_kv_tokens[rank]
             assert ranks.foreign[rank] == max(0, ranks.running[rank] + ranks.waiting[rank] - ranks.in_flight[rank])
 
     def teardown(self):
@@ -175,5 +176,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert [rank for rank in range(RANKS) if bench.router.ranks.reported_running[rank]] == []
 
 
-RouterMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+RouterMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 TestRouterMachine = RouterMachine.TestCase

@@ -25,9 +25,8 @@ from gateway.edges.driver import Driver
 from gateway.edges.grpc_context import RpcContext
 from gateway.edges.grpc_engine.encode import Layout, SequenceEncoder
 from gateway.edges.grpc_methods import Method
-from gateway.edges.grpc_request import REQUEST_ID_KEY, Call, RequestReader
-from gateway.edges.grpc_status import abort_with
-from gateway.edges.grpc_stream import StreamWriter, trailing_metadata
+from gateway.edges.grpc_request import Call, RequestReader
+from gateway.edges.grpc_stream import StreamWriter, serve_request
 from gateway.types import Sampling
 
 CLIENT_KEY = ""
@@ -87,11 +86,15 @@ class EngineWriter(StreamWriter):
             messages.append(encoder.complete(sequence.finish, sequence.cached_tokens))
         return messages
 
-    def aborts(self, request: Request) -> Iterable[bytes]:
-        """A complete of reason "abort" for each sequence that did not finish, with what it has so far."""
-        for sequence in request.sequences:
-            if not sequence.finish:
-                yield self._encoder(sequence.index).complete("abort", sequence.cached_tokens)
+    def farewell(self, request: Request) -> Iterable[bytes] | None:
+        """After an Abort call, a complete of reason "abort" with what it has for each unfinished sequence."""
+        if request.error is None or request.error.reason is not Reason.ABORTED:
+            return None
+        return [
+            self._encoder(sequence.index).complete("abort", sequence.cached_tokens)
+            for sequence in request.sequences
+            if not sequence.finish
+        ]
 
     def _encoder(self, index: int) -> SequenceEncoder:
         encoder = self._encoders.get(index)
@@ -116,25 +119,8 @@ class Engine:
         wanted = self._family.read(message, self._reader)
         request_id = self._reader.request_id(wanted.request_id, call)
         writer = EngineWriter(self._rpc, self._family.layout, request_id, wanted)
-        headers = ((REQUEST_ID_KEY, request_id),)
-        try:
-            request = self._driver.submit(self._arrived(wanted, request_id, call, writer))
-        except GatewayError as error:
-            await abort_with(context, error, headers)
-        try:
-            await context.send_initial_metadata(headers)
-            await writer.run(context)
-            is_aborted = request.error is not None and request.error.reason is Reason.ABORTED
-            if is_aborted:
-                for complete in writer.aborts(request):
-                    await context.write(complete)
-        finally:
-            writer.close()
-            # A no-op once the request has ended; else the client is gone or its transport failed.
-            self._driver.cancel(request, call.early_end(self._driver.clock()))
-        if request.error is not None and not is_aborted:
-            await abort_with(context, request.error, trailing_metadata(request))
-        context.set_trailing_metadata(trailing_metadata(request))
+        arrived = self._arrived(wanted, request_id, call, writer)
+        await serve_request(self._driver, arrived, writer, call, context)
 
     async def abort(self, message: Message) -> int:
         """End the named requests; ids that are not live are fine. Returns how many were."""

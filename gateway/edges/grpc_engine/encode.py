@@ -16,6 +16,7 @@ from typing import NamedTuple
 from gateway.edges.varint import varint
 from gateway.types import TokenLogprob
 
+
 class Layout(NamedTuple):
     """Where the families put the same things. Numbers are protobuf field numbers."""
 
@@ -86,10 +87,10 @@ class SequenceEncoder:
 
     def chunk(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None, cached_tokens: int) -> bytes:
         """A `GenerateStreamChunk` response with new tokens (at least one); `completion_tokens` is cumulative."""
-        ids = VARINTS[token_ids[0]] if len(token_ids) == 1 else pack(token_ids)
+        ids = varint(token_ids[0]) if len(token_ids) == 1 else pack(token_ids)
         self._ids += ids
         self._completion_tokens = completed = self._completion_tokens + len(token_ids)
-        body = b"\x0a" + VARINTS[len(ids)] + ids + self._chunk_middle + VARINTS[completed]
+        body = b"\x0a" + varint(len(ids)) + ids + self._chunk_middle + varint(completed)
         if cached_tokens:
             body += _number(4, cached_tokens)
         if logprobs is not None:
@@ -97,7 +98,7 @@ class SequenceEncoder:
             self._remember(floats, tops)
             body += _tagged(5, _logprobs(ids, floats, tops))
         body += self._chunk_end
-        return self._chunk_tag + VARINTS[len(body)] + body
+        return self._chunk_tag + varint(len(body)) + body
 
     def complete(self, finish_reason: str, cached_tokens: int) -> bytes:
         """The `GenerateComplete` response: everything that was generated, and why it ended."""
@@ -112,7 +113,7 @@ class SequenceEncoder:
                 self._complete_end,
             )
         )
-        return self._complete_tag + VARINTS[len(body)] + body
+        return self._complete_tag + varint(len(body)) + body
 
     def _remember(self, floats: bytes, tops: bytes) -> None:
         self._has_logprobs = True
