@@ -79,7 +79,7 @@ class Gateway:
     async def drain(self, hurry: asyncio.Event) -> None:
         """Readiness off, wait, refuse new requests, let the live ones end. `hurry` cuts every wait short."""
         drain = self.config.drain
-        self._is_stopping = True
+        self._is_stopping = self.driver.is_stopping = True
         self.log.info("draining", live=self.router.live_count, delay_s=drain.delay_s, grace_s=drain.grace_s)
         await self._set_ready(False)
         await _wait(hurry, drain.delay_s)

@@ -75,11 +75,15 @@ class Ledger:
         table.refresh(rank)
         return not mine
 
-    def take_back(self, attempt: Attempt, now: float) -> None:
-        """Undo a charge whose request never left the gateway: also its mark since the last snapshot."""
-        self.release(attempt, now)
+    def take_back(self, attempt: Attempt, now: float) -> bool:
+        """Undo a charge whose request never left the gateway: also its mark since the last snapshot.
+
+        Returns True when this emptied the rank's in-flight set.
+        """
+        is_empty = self.release(attempt, now)
         since = self._table.sent_since_snapshot
         since[attempt.rank] = max(0, since[attempt.rank] - 1)
+        return is_empty
 
     def of_rank(self, rank: int) -> list[Attempt]:
         """The rank's live attempts, oldest first."""

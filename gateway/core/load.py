@@ -85,6 +85,11 @@ class LoadBook:
         self._own_at_receipt[rank] = 0
         self._normalise(rank)
 
+    def unsent(self, rank: int) -> None:
+        """The set emptied because a request never left: the report stands, but not for ever."""
+        if self._table.reported_running[rank] or self._table.reported_waiting[rank]:
+            self._foreign.add(rank)
+
     def expire(self, now: float) -> None:
         """Forget foreign load that no fresh report confirmed: an idle engine is silent."""
         table = self._table
@@ -96,11 +101,6 @@ class LoadBook:
                 table.reported_running[rank] = 0
                 table.reported_waiting[rank] = 0
                 self._normalise(rank)
-
-    @property
-    def has_foreign(self) -> bool:
-        """Whether any rank's stored report may expire."""
-        return bool(self._foreign)
 
     def _is_regression(self, rank: int, load: EngineLoad) -> bool:
         if load.step_counter is None:

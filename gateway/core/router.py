@@ -11,6 +11,8 @@ from collections.abc import Callable
 from math import nan
 from typing import assert_never
 
+from msgspec import structs
+
 from gateway.config.schema import Config
 from gateway.core.admission import Admission
 from gateway.core.batches import BatchIntake
@@ -50,7 +52,7 @@ from gateway.core.request import Attempt, Request, Sequence
 from gateway.core.strays import Strays
 from gateway.core.validation import Validator
 from gateway.core.views import RankView, rank_view
-from gateway.types import EngineRequest
+from gateway.types import EngineRequest, Sampling
 
 
 class Router:
@@ -258,13 +260,13 @@ class Router:
         for sequence in request.sequences:
             attempt = sequence.attempt
             if attempt is not None:
-                self._ledger.take_back(attempt, now)
+                self._take_back(attempt, now)
 
     def _dispatch(self, attempt: Attempt, arrived: RequestArrived) -> Dispatch:
         request = EngineRequest(
             wire_id=attempt.wire_id,
             prompt_token_ids=arrived.prompt_token_ids,
-            sampling=arrived.sampling,
+            sampling=_sampling_of(attempt.sequence, arrived.sampling),
             eos_token_ids=self._config.model.eos_token_ids,
             priority=arrived.priority,
             arrived_at_unix_s=arrived.arrived_at_unix_s,
@@ -310,6 +312,11 @@ class Router:
         self._admission.released(now)
         if self._ledger.release(attempt, now):
             self._load.clamp(attempt.rank)
+
+    def _take_back(self, attempt: Attempt, now: float) -> None:
+        """Release an attempt that never left the gateway: the rank's report is not a stale one of ours."""
+        if self._ledger.take_back(attempt, now):
+            self._load.unsent(attempt.rank)
 
     # ---- ranks -------------------------------------------------------------------------------
 
@@ -388,10 +395,17 @@ class Router:
         if attempt is None:
             return
         # The rank never saw it: nothing to abort there, and nothing learnt about its load.
-        self._ledger.take_back(attempt, now)
+        self._take_back(attempt, now)
         self._end(attempt.sequence.request, send_failed(event.rank, event.cause), now, effects)
 
     def _on_blocked(self, event: SendBlocked | SendUnblocked) -> None:
         if self._is_current(event.rank, event.incarnation):
             self.ranks.is_blocked[event.rank] = isinstance(event, SendBlocked)
             self.ranks.refresh(event.rank)
+
+
+def _sampling_of(sequence: Sequence, sampling: Sampling) -> Sampling:
+    """Continuations of one seeded request must differ: the i-th gets seed + i, as vLLM's own front end does."""
+    if sampling.seed is None or sequence.index == 0:
+        return sampling
+    return structs.replace(sampling, seed=(sampling.seed + sequence.index + 2**63) % 2**64 - 2**63)

@@ -66,6 +66,9 @@ class Driver:
         self.router = router
         self.clock = clock
         self.link: Link | None = None
+        # Set when the process begins to stop, before the core refuses requests: what asks for its health shall go
+        # elsewhere, what has not asked yet is still served.
+        self.is_stopping = False
         self._on_ended = on_ended
         self._on_rank_change = on_rank_change
         self._flush_scheduled = False

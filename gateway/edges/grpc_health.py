@@ -75,6 +75,7 @@ class HealthService:
             if status != seen:
                 seen = status
                 await context.write(health_pb2.HealthCheckResponse(status=status).SerializeToString())
+                continue  # it may have changed meanwhile
             if self._closing_error is not None:
                 raise self._closing_error
             await changed.wait()

@@ -3,6 +3,7 @@
 import pytest
 
 from gateway.core.errors import Reason
+from gateway.core.events import SendFailed, Tick
 from tests.support.core import Bench, load, make_info, wire_id
 
 
@@ -214,3 +215,14 @@ def test_the_soft_kv_filter_is_relaxed_when_every_rank_is_over_it():
         bench.batch(rank, [(wire_id(request), [9])], load(1, 0, 0.97))
     assert bench.request().last_rank in (0, 1)
     assert bench.router.counters.relaxed_filters == 1
+
+
+def test_a_report_next_to_a_request_that_never_left_does_not_stick():
+    bench = Bench(1)
+    request = bench.request()
+    bench.batch(0, [], load(3, 1, 0.5))
+    bench.send(SendFailed(0, 1, wire_id(request), "unreachable"))
+    assert counts(bench, 0)[:2] == (3, 1)
+    bench.now += 2.1
+    bench.send(Tick())
+    assert counts(bench, 0) == (0, 0, 0.5)

@@ -14,7 +14,7 @@ from gateway.core.events import (
     SendUnblocked,
     Tick,
 )
-from gateway.types import EngineBatch
+from gateway.types import EngineBatch, Sampling
 from tests.support.core import Bench, make_info, wire_id
 
 
@@ -365,3 +365,11 @@ def test_explain_charges_and_records_nothing():
     assert bench.router.ranks.in_flight == [0, 0, 0]
     with pytest.raises(GatewayError):
         bench.router.explain(bench.arrived(pinned_rank=3), bench.now)
+
+
+def test_the_continuations_of_a_seeded_request_get_seeds_of_their_own():
+    bench = Bench(2)
+    bench.request(n=3, sampling=Sampling(max_tokens=4, seed=2**63 - 2))
+    assert [effect.request.sampling.seed for effect in bench.dispatched] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    bench.request(n=2)
+    assert [effect.request.sampling.seed for effect in bench.dispatched[3:]] == [None, None]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import zmq
 
 from gateway.config.schema import Group
+from gateway.edges.engine_link.connections import source_fd
 from gateway.edges.engine_link.counters import LimitedLog, LinkCounters
 from gateway.edges.engine_link.endpoints import bind, remove_ipc_path
 from gateway.edges.engine_link.monitored import Context
@@ -95,7 +96,7 @@ class HandshakePort:
             return
         rank = self._ranks[offset]
         if hello.status == "HELLO":
-            rank.on_hello()
+            rank.on_hello(source_fd(frames[0]))
         else:
             rank.on_ready()
 

@@ -80,6 +80,7 @@ class RankLink:
         self._info: RankInfo | None = None
         self._loss: PendingLoss | None = None
         self._is_hello_held = False
+        self._hello_fd: int | None = None
 
     @property
     def incarnation(self) -> int:
@@ -139,14 +140,20 @@ class RankLink:
             return
         self._sender.abort(wire_ids)
 
-    def on_hello(self) -> None:
-        """An engine process asks for its addresses."""
+    def on_hello(self, connection_fd: int | None) -> None:
+        """An engine process asks for its addresses over this connection (None: unknown)."""
+        is_same = connection_fd is not None and connection_fd == self._hello_fd
+        self._hello_fd = connection_fd
         if self.state is LinkState.JOINED:
             self._env.counters.handshakes.add("held" if not self._is_hello_held else "held_again")
             self._env.limited_log.warning("hello_held", rank=self.rank, incarnation=self.incarnation)
             self._is_hello_held = True
             return
         self._env.counters.handshakes.add("duplicate_hello" if self.state is LinkState.JOINING else "hello")
+        if is_same and self.state is LinkState.JOINING and self._channel is not None and self._info is None:
+            # It asked twice. Fresh addresses are for a successor: this process may hold on to its first answer.
+            self._send_addresses(self._channel)
+            return
         self._answer_hello()
 
     def on_ready(self) -> None:
@@ -194,8 +201,7 @@ class RankLink:
             self._env.limited_log.warning("no_sockets_for_rank", rank=self.rank, problem=str(error))
             self._is_hello_held = True
             return
-        init = encode_init([channel.input.address], [channel.output.address])
-        if not self._send_init(self._identity, init):
+        if not self._send_addresses(channel):
             self._env.counters.handshakes.add("init_undeliverable")
             channel.close()
             return
@@ -205,6 +211,9 @@ class RankLink:
         self.state = LinkState.JOINING
         self._memory.begin(channel.input.address, channel.output.address)
         self._log.info("rank_joining", input=channel.input.address, output=channel.output.address)
+
+    def _send_addresses(self, channel: Channel) -> bool:
+        return self._send_init(self._identity, encode_init([channel.input.address], [channel.output.address]))
 
     def _try_join(self) -> None:
         """Join when the handshake is complete and the rank can be addressed."""

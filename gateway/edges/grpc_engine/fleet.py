@@ -60,7 +60,7 @@ class FleetView:
     def health(self) -> tuple[bool, str]:
         """Whether new requests are welcome, and why not."""
         router = self._driver.router
-        if router.is_draining:
+        if router.is_draining or self._driver.is_stopping:
             return False, "the gateway is draining"
         ranks = router.ranks
         for number, group in enumerate(self._config.groups):
