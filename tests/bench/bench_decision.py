@@ -6,7 +6,7 @@ over its KV usage, so that every rank goes through every filter). Both sides run
 fastest turn of each counts, in CPU time, so that other load on the machine cancels out; only the ratio is worth
 comparing between machines. The decision side includes filters, tie-break and its record.
 """
-# ruff: noqa: B905, T201 - the baseline is what one would write for speed; a benchmark prints
+# ruff: noqa: B905 - the baseline is what one would write for speed
 
 import argparse
 import json

@@ -48,6 +48,7 @@ def measure(kind, method, scenario, ranks):
             raise RuntimeError(f"{kind} {method}: {''.join(said)[-500:]}")
         result["us_per_request"] = used / result["done"] * 1e6
         result["us_per_token"] = result["us_per_request"] / scenario["tokens"]
+        result["tokens"] = scenario["tokens"]
         result["rss_mb"] = rss_mb(pid)
         return result
 
@@ -84,10 +85,11 @@ def show(name, by_label):
         median = statistics.median(values)
         ratio = f"  x{median / base:.2f}" if base else ""
         rate = statistics.median(run["tokens_per_s"] for run in results)
+        coalesced = statistics.median(run["done"] * run["tokens"] / max(1, run["messages"]) for run in results)
         ttft = statistics.median(run["ttft_p50_ms"] or 0.0 for run in results)
         print(
             f"{name:6} {label:14} {median:8.2f} {unit} [{values[0]:.2f}-{values[-1]:.2f}]{ratio}"
-            f"  {rate:8.0f} tokens/s  ttft p50 {ttft:.2f} ms  rss {results[-1]['rss_mb']:.0f} MB",
+            f"  {rate:8.0f} tokens/s  {coalesced:.1f} tokens/message  ttft p50 {ttft:.2f} ms  rss {results[-1]['rss_mb']:.0f} MB",
             flush=True,
         )
 

@@ -10,6 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import grpc
+from smg_grpc_proto.generated import vllm_engine_pb2
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PEER_PYTHON = ROOT / ".venv-peers/bin/python"
@@ -81,7 +84,7 @@ def running(kind, *, ranks, step_ms):
         stub = [BIN / "engine-stub", "serve", "--protocol", "vllm", "--handshake", f"tcp://127.0.0.1:{handshake}"]
         processes.append(pinned(LOAD_CORE, [*stub, "--ranks", ranks, "--config", stub_config], log))
         try:
-            wait_listening(grpc_port, processes[0], directory)
+            wait_healthy(grpc_port, processes[0], directory)
             yield processes[0].pid, f"127.0.0.1:{grpc_port}"
         finally:
             for process in reversed(processes):
@@ -94,16 +97,19 @@ def running(kind, *, ranks, step_ms):
             log.close()
 
 
-def wait_listening(port, process, directory):
+def wait_healthy(port, process, directory):
+    """Until the engine service says that it is healthy, which for both kinds means that its ranks have joined."""
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), 0.5).close()
-            time.sleep(2.0)  # the ranks join meanwhile
-            return
-        time.sleep(0.1)
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        check = channel.unary_unary(
+            "/vllm.grpc.engine.VllmEngine/HealthCheck",
+            response_deserializer=vllm_engine_pb2.HealthCheckResponse.FromString,
+        )
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(grpc.RpcError):
+                if check(b"", timeout=1.0).healthy:
+                    return
+            time.sleep(0.1)
     raise RuntimeError((directory / "log").read_text(errors="replace")[-2000:])
 
 
