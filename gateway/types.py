@@ -102,7 +102,7 @@ class EngineNoise(msgspec.Struct, frozen=True):
 
 
 class EngineControl(msgspec.Struct, frozen=True, kw_only=True):
-    """Wave control or a utility reply (vLLM); load may ride along."""
+    """Wave control or a utility reply (vLLM)."""
 
     engine_index: int | None = None
     wave_complete: int | None = None

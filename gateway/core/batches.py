@@ -3,6 +3,8 @@
 The hot path. Per row: one dict lookup, one append, no allocation beyond the tokens themselves.
 """
 
+from collections.abc import Sequence as Seq
+
 from gateway.core.counters import Counters
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.ledger import Ledger
@@ -10,7 +12,9 @@ from gateway.core.load import LoadBook
 from gateway.core.ranks import RankTable
 from gateway.core.request import Attempt, Sequence
 from gateway.core.strays import Strays
-from gateway.types import EngineBatch, FinishReason
+from gateway.types import EngineBatch, FinishReason, TokenLogprob
+
+Row = Seq[TokenLogprob]
 
 
 class BatchResult:
@@ -88,7 +92,9 @@ class BatchIntake:
                         sequence.cached_tokens = cached[index] or 0
                 attempt.tokens_out += count
                 total += count
-                packed = sequence.append(token_ids, logprobs[index] if logprobs is not None else None)
+                packed = sequence.append(
+                    token_ids, _asked_for(sequence, logprobs[index]) if logprobs is not None else None
+                )
                 if packed and sequence.backlog_bytes > self._max_backlog_bytes:
                     result.failed.append((attempt, _slow_reader(self._max_backlog_bytes)))
             if not sequence.is_dirty:
@@ -152,6 +158,16 @@ class BatchIntake:
                 delivered_tokens=attempt.tokens_out,
             )
             result.failed.append((attempt, error))
+
+
+def _asked_for(sequence: Sequence, logprobs: Row | None) -> Row | None:
+    """Cut a row's alternatives to the number that was asked for: engines may pad to the batch's maximum."""
+    wanted = sequence.request.arrived.sampling.logprobs
+    if logprobs is None or wanted is None:
+        return None
+    if all(len(item.top) <= wanted for item in logprobs):
+        return logprobs
+    return [TokenLogprob(item.logprob, item.top[:wanted]) for item in logprobs]
 
 
 def _slow_reader(limit_bytes: int) -> GatewayError:

@@ -14,7 +14,7 @@ from gateway.core.events import (
     SendUnblocked,
     Tick,
 )
-from gateway.types import EngineBatch, Sampling
+from gateway.types import EngineBatch, Sampling, TokenLogprob
 from tests.support.core import Bench, make_info, wire_id
 
 
@@ -373,3 +373,13 @@ def test_the_continuations_of_a_seeded_request_get_seeds_of_their_own():
     assert [effect.request.sampling.seed for effect in bench.dispatched] == [2**63 - 2, 2**63 - 1, -(2**63)]
     bench.request(n=2)
     assert [effect.request.sampling.seed for effect in bench.dispatched[3:]] == [None, None]
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(None, None), (0, ()), (2, ((1, -1.0), (2, -2.0)))])
+def test_logprobs_are_those_that_were_asked_for(asked, kept):
+    bench = Bench(1)
+    request = bench.request(sampling=Sampling(max_tokens=4, logprobs=asked))
+    padded = TokenLogprob(-0.5, ((1, -1.0), (2, -2.0), (3, -3.0)))
+    bench.batch(0, [(wire_id(request), [9])], logprobs=[[padded]])
+    expected = None if kept is None else [TokenLogprob(-0.5, kept)]
+    assert request.sequences[0].take()[1] == expected
