@@ -34,6 +34,8 @@ EXIT_RUNTIME = 1
 _DRAIN_POLL_S = 0.02
 _FLUSH_GRACE_S = 2.0
 _MAX_OPEN_FILES = 65536
+# Requests leave no reference cycles, so full collections find little: keep them rare.
+_GC_THRESHOLDS = (10_000, 20, 100)
 
 
 class Gateway:
@@ -113,6 +115,7 @@ class Gateway:
         # What start-up built lives as long as the process: keep the collector from walking it again.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         await stop.wait()
         await self.drain(hurry)
         await self.stop()

@@ -153,3 +153,9 @@ class Request:
         self.last_rank: int | None = None
         self.sequences = [Sequence(self, index) for index in range(arrived.n)]
         self.unfinished = arrived.n
+
+    def unlink(self) -> None:
+        """Break the reference cycles, so that an ended request needs no garbage collector. For its last user."""
+        for sequence in self.sequences:
+            sequence.attempt = None
+        self.sequences.clear()

@@ -160,6 +160,7 @@ class ManyStream(StreamSink):
             self._live.pop(request_id, None)
             for sequence in request.sequences:
                 self._heads.pop(sequence, None)
+            request.unlink()
             if request.error is not None:
                 self._report(request_id, request.error)
         self.ended.clear()

@@ -130,6 +130,7 @@ async def serve_request(
         # A no-op once the request has ended; else the client is gone or its transport failed.
         driver.cancel(request, call.early_end(driver.clock()))
     trailing = (*_id_metadata(arrived), *trailing_metadata(request))
+    request.unlink()
     if request.error is not None and farewell is None:
         await abort_with(context, request.error, trailing)
     context.set_trailing_metadata(trailing)
