@@ -45,7 +45,9 @@ class Gateway:
         self.config = config
         self.log = structlog.get_logger("gateway")
         self.router = Router(config, nonce=secrets.token_hex(8), rng=_rng(config))
-        self.driver = Driver(self.router, on_ended=self._on_ended, on_rank_change=self._on_rank_change)
+        self.driver = Driver(
+            self.router, on_ended=self._on_ended, on_rank_change=self._on_rank_change, on_defect=self._on_defect
+        )
         store = StateStore(config.state_dir) if config.state_dir is not None else None
         self.link = EngineLink(config, emit=self._on_engine_event, log=self.log, store=store)
         self.driver.link = self.link
@@ -53,8 +55,6 @@ class Gateway:
         self.servers = GrpcServers(config, self.driver, [engine_service(config, self.driver)])
         self.is_ready = False
         self._ticks: asyncio.Task[None] | None = None
-        self._ready_check: asyncio.Task[None] | None = None
-        self._is_stopping = False
 
     async def start(self) -> None:
         """Bind everything. Raises OSError (metrics, engine sockets) or ListenError; nothing stays bound then."""
@@ -81,9 +81,9 @@ class Gateway:
     async def drain(self, hurry: asyncio.Event) -> None:
         """Readiness off, wait, refuse new requests, let the live ones end. `hurry` cuts every wait short."""
         drain = self.config.drain
-        self._is_stopping = self.driver.is_stopping = True
+        self.driver.is_stopping = True
         self.log.info("draining", live=self.router.live_count, delay_s=drain.delay_s, grace_s=drain.grace_s)
-        await self._set_ready(False)
+        self._check_ready()
         await _wait(hurry, drain.delay_s)
         self.driver.emit(DrainStarted())
         deadline = time.monotonic() + drain.grace_s
@@ -95,7 +95,7 @@ class Gateway:
 
     async def stop(self) -> None:
         """End what is live, say so to clients and ranks, and close everything."""
-        self._is_stopping = True
+        self.driver.is_stopping = True
         self.driver.emit(AbortAll(Reason.DRAINING))
         await asyncio.sleep(0)
         await self._close()
@@ -127,11 +127,10 @@ class Gateway:
             self.metrics.start(host.strip("[]"), int(port))
 
     async def _close(self) -> None:
-        for task in (self._ticks, self._ready_check):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        self._ticks = self._ready_check = None
+        if self._ticks is not None:
+            self._ticks.cancel()
+            await asyncio.gather(self._ticks, return_exceptions=True)
+            self._ticks = None
         await self.servers.stop(_FLUSH_GRACE_S)
         await self.link.close()
         self.metrics.stop()
@@ -158,24 +157,16 @@ class Gateway:
         )
         self._check_ready()
 
+    def _on_defect(self, where: str, error: Exception) -> None:
+        self.log.error("defect", where=where, exc_info=error)
+
     def _check_ready(self) -> None:
-        """Ready: every group has its `min_ready` READY ranks. Never tied to more than that."""
-        is_ready = not self._is_stopping and self._has_min_ready()
+        """Ready: every group has its `min_ready` READY ranks, and the gateway is not stopping."""
+        is_ready = self.router.why_not_ready() is None and not self.driver.is_stopping
         if is_ready != self.is_ready:
             self.is_ready = is_ready
-            self._ready_check = asyncio.get_running_loop().create_task(self._set_ready(is_ready), name="ready")
-
-    def _has_min_ready(self) -> bool:
-        ranks = self.router.ranks
-        ready = [0] * len(self.config.groups)
-        for state, group in zip(ranks.state, ranks.group_of, strict=True):
-            ready[group] += state is RankState.READY
-        return all(have >= group.min_ready for have, group in zip(ready, self.config.groups, strict=True))
-
-    async def _set_ready(self, is_ready: bool) -> None:
-        self.is_ready = is_ready
-        await self.servers.set_ready(is_ready)
-        self.log.info("readiness", ready=is_ready)
+            self.servers.set_ready(is_ready=is_ready)
+            self.log.info("readiness", ready=is_ready)
 
 
 def run(config: Config, config_path: Path) -> int:

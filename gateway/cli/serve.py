@@ -1,5 +1,6 @@
 """`rankgate serve`."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ def serve(config_path: Path | None, log_level: str | None, grpc: str | None) -> 
     if config_path is None:
         raise click.UsageError("name the configuration file with -c FILE or RANKGATE_CONFIG")
     config = _override(load_config_or_exit(config_path), log_level, grpc)
+    # gRPC's C core writes lines of its own to stderr, where JSON lines are promised. What it has to say about a bad
+    # address is said by the gateway; whoever wants more can set the variable. It is read on import.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from gateway.app import run
 
     raise SystemExit(run(config, config_path))

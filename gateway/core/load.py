@@ -82,6 +82,9 @@ class LoadBook:
             table.reported_waiting[rank] = 0
         else:
             self._remove_own(rank)
+            # The others' share is theirs to confirm, as any foreign load.
+            if table.reported_running[rank] or table.reported_waiting[rank]:
+                self._foreign.add(rank)
         self._own_at_receipt[rank] = 0
         self._normalise(rank)
 

@@ -5,6 +5,10 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
 from gateway.core.request import Attempt
 
+# Another rank can take it at once; the short wait only spreads a lost rank's callers.
+_RETRY_ELSEWHERE_S = 0.1
+_RETRY_REFUSED_S = 1.0
+
 _ENDINGS = {
     Reason.CANCELLED: "the caller cancelled the request",
     Reason.ABORTED: "the request was aborted by an Abort call",
@@ -29,7 +33,7 @@ def no_rank(decision: Decision, arrived: RequestArrived, retry_after_s: float) -
     message = {
         Reason.PROMPT_TOO_LONG: "the prompt exceeds what any rank can hold",
         Reason.KV_FULL: "no rank has enough free KV tokens for the prompt; retry later",
-        Reason.RANKS_FULL: "every rank that could take the request is at its limit; retry later",
+        Reason.RANKS_FULL: "every rank that could take the request is at its limit or not taking more; retry later",
         Reason.PINNED_RANK_UNAVAILABLE: f"rank {arrived.pinned_rank} is not READY; retry later or drop the pin",
     }.get(reason, "no rank is READY; retry later")
     is_transient = reason is not Reason.PROMPT_TOO_LONG
@@ -40,13 +44,23 @@ def no_rank(decision: Decision, arrived: RequestArrived, retry_after_s: float) -
 
 def rank_lost(rank: int, cause: str) -> GatewayError:
     """The rank that served the request is gone."""
-    return GatewayError(Reason.RANK_LOST, f"rank {rank} was lost ({cause}); retry", retryable=True, rank=rank)
+    return GatewayError(
+        Reason.RANK_LOST,
+        f"rank {rank} was lost ({cause}); retry",
+        retryable=True,
+        retry_after_s=_RETRY_ELSEWHERE_S,
+        rank=rank,
+    )
 
 
 def send_failed(rank: int, cause: str) -> GatewayError:
     """The rank never got the request."""
     return GatewayError(
-        Reason.SEND_FAILED, f"rank {rank} did not take the request ({cause}); retry", retryable=True, rank=rank
+        Reason.SEND_FAILED,
+        f"rank {rank} did not take the request ({cause}); retry",
+        retryable=True,
+        retry_after_s=_RETRY_ELSEWHERE_S,
+        rank=rank,
     )
 
 
@@ -55,9 +69,14 @@ def refused_by_engine(attempt: Attempt, finish: str) -> GatewayError:
     if attempt.tokens_out or finish == "error":
         return GatewayError(
             Reason.ENGINE_ERROR,
-            f"rank {attempt.rank} ended the request with {finish!r} after {attempt.tokens_out} tokens",
+            f"rank {attempt.rank} ended the request with {finish!r} after {attempt.tokens_out} tokens; "
+            "its log has the cause",
             rank=attempt.rank,
         )
     return GatewayError(
-        Reason.ENGINE_REJECTED, f"rank {attempt.rank} refused the request", retryable=True, rank=attempt.rank
+        Reason.ENGINE_REJECTED,
+        f"rank {attempt.rank} refused the request; retry later, and look into its log if that does not help",
+        retryable=True,
+        retry_after_s=_RETRY_REFUSED_S,
+        rank=attempt.rank,
     )

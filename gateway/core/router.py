@@ -103,6 +103,18 @@ class Router:
         """Attempts that are charged to a rank."""
         return len(self._ledger.live)
 
+    def why_not_ready(self) -> str | None:
+        """What keeps the gateway from being ready, or None: `min_ready` READY ranks in every group, no drain."""
+        if self.is_draining:
+            return "the gateway is draining"
+        ready = [0] * len(self._config.groups)
+        for state, number in zip(self.ranks.state, self.ranks.group_of, strict=True):
+            ready[number] += state is RankState.READY
+        for have, group in zip(ready, self._config.groups, strict=True):
+            if have < group.min_ready:
+                return f"group {group.name}: {have} of {group.ranks} ranks are READY, {group.min_ready} needed"
+        return None
+
     def find(self, client_key: str, request_id: str) -> Request | None:
         """The live request with this client id."""
         return self._by_client.get((client_key, request_id))
@@ -115,13 +127,11 @@ class Router:
     def explain(self, arrived: RequestArrived, now: float) -> Decision:
         """Decide without charging, recording or advancing anything. Raises on an invalid request."""
         self._validator.check(arrived)
-        self._load.expire(now)
         with self._policy.dry_run():
             return self._choose(arrived, now)
 
     def rank_views(self, now: float) -> list[RankView]:
         """Every rank, in order; `cost` is that of a one-token prompt."""
-        self._load.expire(now)
         with self._policy.dry_run():
             costs = self._policy.decide(now, prompt_tokens=1, max_tokens=1).costs
         if costs is None:

@@ -62,6 +62,7 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
         on_ended: Callable[[Request], None] = lambda _: None,
         on_rank_change: Callable[[RankStateChanged], None] = lambda _: None,
+        on_defect: Callable[[str, Exception], None] = lambda *_: None,
     ) -> None:
         self.router = router
         self.clock = clock
@@ -71,6 +72,7 @@ class Driver:
         self.is_stopping = False
         self._on_ended = on_ended
         self._on_rank_change = on_rank_change
+        self._on_defect = on_defect
         self._flush_scheduled = False
         self._ended: list[Request] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,19 +112,28 @@ class Driver:
         tick = Tick()
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
-            self.emit(tick)
+            try:
+                self.emit(tick)
+            except Exception as error:  # noqa: BLE001 - without ticks no deadline would ever pass again
+                self._on_defect("tick", error)
 
     def _run_all(self, effects: list[Effect]) -> None:
         self._is_running = True
         try:
-            for effect in effects:
-                self._run(effect)
+            self._run_each(effects)
             while self._waiting:
-                for effect in self.router.handle(self._waiting.popleft(), self.clock()):
-                    self._run(effect)
+                self._run_each(self.router.handle(self._waiting.popleft(), self.clock()))
         finally:
             self._is_running = False
         self._schedule_flush()
+
+    def _run_each(self, effects: list[Effect]) -> None:
+        """One effect's defect must not swallow the others: each may belong to another request."""
+        for effect in effects:
+            try:
+                self._run(effect)
+            except Exception as error:  # noqa: BLE001 - reported, and the request it belongs to has its deadline
+                self._on_defect(type(effect).__name__, error)
 
     def _run(self, effect: Effect) -> None:
         match effect:
@@ -150,9 +161,15 @@ class Driver:
     def _flush(self) -> None:
         self._flush_scheduled = False
         for sequence in self.router.take_dirty():
-            sequence.request.sink.flush(sequence)
-        if self._ended:
-            ended, self._ended = self._ended, []
-            for request in ended:
-                self._on_ended(request)
-                request.sink.end(request)
+            try:
+                sequence.request.sink.flush(sequence)
+            except Exception as error:  # noqa: BLE001 - one broken sink must not silence the others
+                self._on_defect("flush", error)
+                self.cancel(sequence.request, Reason.INTERNAL)
+        ended, self._ended = self._ended, []
+        for request in ended:
+            for tell in (self._on_ended, request.sink.end):
+                try:
+                    tell(request)
+                except Exception as error:  # noqa: BLE001 - as above; the handler must still learn of the end
+                    self._on_defect("end", error)

@@ -53,14 +53,16 @@ class ManyStream(StreamSink):
     async def serve(self, requests: AsyncIterator[gateway_pb2.GenerateManyRequest], context: RpcContext) -> None:
         """Run the stream to its end. Whatever is still live when it ends early is cancelled."""
         call = self._reader.call(context, self._driver.clock())
+        # No task group: what the transport raises must reach the caller as it is.
+        reading = asyncio.create_task(self._read(requests, call))
+        reading.add_done_callback(lambda _: self.wake())
         try:
-            async with asyncio.TaskGroup() as tasks:
-                reading = tasks.create_task(self._read(requests, call))
-                # At once, for clients that wait for the headers before they send anything.
-                await context.send_initial_metadata(())
-                await self._write(context)
-                reading.cancel()
+            # At once, for clients that wait for the headers before they send anything.
+            await context.send_initial_metadata(())
+            await self._write(context, reading)
         finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             self.close()
             reason = call.early_end(self._driver.clock())
             while self._live:
@@ -126,12 +128,14 @@ class ManyStream(StreamSink):
         )
         self._live[request_id] = self._driver.submit(arrived)
 
-    async def _write(self, context: RpcContext) -> None:
+    async def _write(self, context: RpcContext, reading: "asyncio.Task[None]") -> None:
         while True:
             while self.pending or self._errors or self.ended:
                 message = self._next_message()
                 if message:
                     await context.write(message)
+            if reading.done():
+                reading.result()
             if not self._is_reading and not self._live:
                 return
             await self.wait()

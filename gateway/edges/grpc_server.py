@@ -60,7 +60,7 @@ class GrpcServers:
 
     async def start(self) -> None:
         """Listen on both addresses, not ready yet. Raises `ListenError`; nothing listens then."""
-        await self.set_ready(False)
+        self.set_ready(is_ready=False)
         listen = self._config.listen
         try:
             services = (self._gateway.service, *self._engine_services)
@@ -70,7 +70,7 @@ class GrpcServers:
             await self._stop_servers(None)
             raise
 
-    async def set_ready(self, is_ready: bool) -> None:
+    def set_ready(self, *, is_ready: bool) -> None:
         """Set the health of everything but `liveness`, which holds as long as the process answers."""
         names = ["", READINESS, grpc_gateway.NAME, grpc_admin.NAME]
         names += (service.name for service in self._engine_services)
@@ -79,7 +79,7 @@ class GrpcServers:
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, end watches and idle streams, let the rest end for up to `grace_s`, then end it."""
-        await self.set_ready(False)
+        self.set_ready(is_ready=False)
         error = GatewayError(Reason.DRAINING, "the gateway is shutting down; use another one", retryable=True)
         self._gateway.close(error)
         self._health.close(error)

@@ -108,6 +108,7 @@ def test_foreign_load_counts_until_its_ttl_without_a_fresh_report():
     bench.now += 1.9
     assert bench.router.rank_views(bench.now)[0].foreign == 3
     bench.now += 0.2
+    bench.send(Tick())
     view = bench.router.rank_views(bench.now)[0]
     assert (view.reported_running, view.reported_waiting, view.foreign, view.kv_usage) == (0, 0, 0, 0.5)
     assert bench.router.counters.foreign_expired == 1
@@ -226,3 +227,23 @@ def test_a_report_next_to_a_request_that_never_left_does_not_stick():
     bench.now += 2.1
     bench.send(Tick())
     assert counts(bench, 0) == (0, 0, 0.5)
+
+
+def test_the_others_share_expires_too():
+    bench = Bench(1, gateways=2)
+    request = bench.request()
+    bench.batch(0, [(wire_id(request), [9], "stop")], load(9, 3))
+    assert counts(bench, 0)[:2] == (8, 3)
+    bench.now += 2.1
+    bench.send(Tick())
+    assert counts(bench, 0)[:2] == (0, 0)
+
+
+def test_looking_changes_nothing():
+    bench = Bench(1)
+    bench.batch(0, [], load(3, 1, 0.5))
+    bench.now += 99
+    bench.router.rank_views(bench.now)
+    bench.router.explain(bench.arrived(), bench.now)
+    assert counts(bench, 0)[:2] == (3, 1)
+    assert bench.router.counters.foreign_expired == 0

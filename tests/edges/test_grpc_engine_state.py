@@ -48,6 +48,12 @@ async def test_health_follows_the_ranks_and_the_drain(family):
         assert "draining" in answer.message
 
 
+async def test_health_is_off_before_requests_are_refused(family):
+    async with serve_engine(family, ranks=1) as edge:
+        edge.driver.is_stopping = True
+        assert not (await edge.stub.HealthCheck(edge.pb.HealthCheckRequest())).healthy
+
+
 async def test_model_info_comes_from_the_configuration(family):
     async with serve_engine(family, model={"tokenizer_path": "/models/tiny"}) as edge:
         info = await edge.stub.GetModelInfo(edge.pb.GetModelInfoRequest())

@@ -381,3 +381,37 @@ async def test_messages_are_cut_below_a_clients_default_limit(monkeypatch):
         # The error is the last thing, although its request's output did not fit the first messages.
         assert reader.tokens == {(f"r{number}", 0): [20_000] * 100 for number in range(40)}
         call.cancel()
+
+
+class BrokenTransport(GatedTransport):
+    """A call whose client has left."""
+
+    async def write(self, message):
+        raise ConnectionResetError("the client left")
+
+
+async def forever(*instructions):
+    for instruction in instructions:
+        yield instruction
+    await asyncio.Event().wait()
+
+
+async def test_what_the_transport_raises_arrives_as_it_is_and_nothing_stays_live():
+    driver = FakeDriver()
+    task = asyncio.create_task(open_stream(driver).serve(forever(start("a"), start("b")), BrokenTransport()))
+    await until(lambda: len(driver.requests) == 2)
+    driver.tokens(driver.requests[0], [1])
+    with pytest.raises(ConnectionResetError):
+        await task
+    assert all(request.is_ended for request in driver.requests)
+
+
+async def test_a_reading_side_that_fails_ends_the_stream():
+    async def broken():
+        yield start("a")
+        raise ConnectionResetError("the client left")
+
+    driver = FakeDriver()
+    with pytest.raises(ConnectionResetError):
+        await open_stream(driver).serve(broken(), GatedTransport())
+    assert all(request.is_ended for request in driver.requests)

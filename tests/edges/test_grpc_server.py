@@ -61,7 +61,7 @@ class TestHealth:
     async def test_readiness_moves_everything_but_liveness(self):
         async with serve() as edge, grpc.aio.insecure_channel(edge.servers.admin_address) as admin:
             for is_ready in (True, False, True):
-                await edge.servers.set_ready(is_ready)
+                edge.servers.set_ready(is_ready=is_ready)
                 for channel in (edge.channel, admin):
                     assert {await health(channel, name) for name in DEPENDENT} == {SERVING if is_ready else NOT_SERVING}
                     assert await health(channel, "liveness") == SERVING
@@ -79,7 +79,7 @@ class TestHealth:
             request = health_pb2.HealthCheckRequest(service="readiness")
             watch = health_pb2_grpc.HealthStub(edge.channel).Watch(request)
             assert (await watch.read()).status == SERVING
-            # Read before the stop: grpcio's client drops what is unread when the status arrives.
+            # Waited for before the stop: grpcio's client reads nothing more once it knows the status.
             change = asyncio.ensure_future(watch.read())
             await edge.servers.stop(60.0)
             assert (await change).status == NOT_SERVING
@@ -103,6 +103,32 @@ class TestHealth:
         await asyncio.sleep(0)
         watch.cancel()
         assert messages == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN, SERVING]
+
+    async def test_a_watch_that_is_writing_when_all_ends_still_tells_the_last_status(self):
+        service = HealthService()
+        service.set("", is_serving=True)
+        messages, writing, go_on = [], asyncio.Event(), asyncio.Event()
+
+        class Transport:
+            async def write(self, message):
+                messages.append(health_pb2.HealthCheckResponse.FromString(message).status)
+                writing.set()
+                await go_on.wait()
+
+        watch = asyncio.create_task(service.watch(health_pb2.HealthCheckRequest(), Transport()))
+        await writing.wait()
+        service.set("", is_serving=False)
+        service.close(GatewayError(Reason.DRAINING, "over"))
+        go_on.set()
+        with pytest.raises(GatewayError, match="over"):
+            await watch
+        assert messages == [SERVING, NOT_SERVING]
+
+    async def test_list_shows_every_name(self):
+        async with serve() as edge:
+            response = await health_pb2_grpc.HealthStub(edge.channel).List(health_pb2.HealthListRequest())
+            statuses = {name: answer.status for name, answer in response.statuses.items()}
+            assert statuses == dict.fromkeys((*DEPENDENT, "liveness"), SERVING)
 
     async def test_an_unknown_name_is_not_found(self):
         async with serve() as edge:
@@ -143,7 +169,7 @@ async def test_an_engine_service_is_served_reflected_and_health_checked():
     service = Service("test.Engine", (unary("Ping", gateway_pb2.AbortRequest, answer),))
     servers = GrpcServers(make_config(), FakeDriver(), [service])
     await servers.start()
-    await servers.set_ready(True)
+    servers.set_ready(is_ready=True)
     async with grpc.aio.insecure_channel(servers.grpc_address) as channel:
         assert await channel.unary_unary("/test.Engine/Ping")(b"") == b""
         assert await health(channel, "test.Engine") == SERVING

@@ -172,9 +172,14 @@ def status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
 
 
 class Many:
-    """A GenerateMany stream that many tasks share."""
+    """A GenerateMany stream that many tasks share. A paused one reads nothing before `go_on`."""
 
-    def __init__(self, stub: "gateway_pb2_grpc.GatewayServiceAsyncStub", **options: Any) -> None:
+    def __init__(
+        self, stub: "gateway_pb2_grpc.GatewayServiceAsyncStub", *, paused: bool = False, **options: Any
+    ) -> None:
+        self._may_read = asyncio.Event()
+        if not paused:
+            self._may_read.set()
         self._instructions: asyncio.Queue[gateway_pb2.GenerateManyRequest | None] = asyncio.Queue()
         self._waiting: dict[str, tuple[Outcome, asyncio.Future[Outcome], int]] = {}
         self.call = stub.GenerateMany(self._outgoing(), **options)
@@ -194,8 +199,15 @@ class Many:
         """What a running request has so far."""
         return self._waiting[request_id][0]
 
+    def adopt(self, request_id: str, outcome: Outcome, future: "asyncio.Future[Outcome]") -> None:
+        """Follow a running request again whose id another one has taken over meanwhile."""
+        self._waiting[request_id] = (outcome, future, 1)
+
     def abort(self, request_id: str) -> None:
         self._instructions.put_nowait(gateway_pb2.GenerateManyRequest(abort_request_id=request_id))
+
+    def go_on(self) -> None:
+        self._may_read.set()
 
     def half_close(self) -> None:
         self._instructions.put_nowait(None)
@@ -211,6 +223,7 @@ class Many:
             yield instruction
 
     async def _read(self) -> None:
+        await self._may_read.wait()
         while (response := await self.call.read()) is not grpc.aio.EOF:
             for output in response.outputs:
                 outcome, _, n = self._waiting[output.request_id]

@@ -40,7 +40,7 @@ async def serve(script: Script | None = None, *, driver: Any = None, **config: A
     driver = driver or FakeDriver(script)
     servers = GrpcServers(make_config(**config), driver)
     await servers.start()
-    await servers.set_ready(True)
+    servers.set_ready(is_ready=True)
     try:
         async with (
             grpc.aio.insecure_channel(servers.grpc_address) as channel,

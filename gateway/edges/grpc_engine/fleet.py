@@ -11,7 +11,6 @@ import msgspec
 
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
-from gateway.core.ranks import RankState
 from gateway.edges.driver import Driver
 
 _INT32_MAX = 2**31 - 1
@@ -59,17 +58,10 @@ class FleetView:
 
     def health(self) -> tuple[bool, str]:
         """Whether new requests are welcome, and why not."""
-        router = self._driver.router
-        if router.is_draining or self._driver.is_stopping:
-            return False, "the gateway is draining"
-        ranks = router.ranks
-        for number, group in enumerate(self._config.groups):
-            ready = sum(
-                ranks.group_of[rank] == number and ranks.state[rank] is RankState.READY for rank in range(ranks.size)
-            )
-            if ready < group.min_ready:
-                return False, f"group {group.name}: {ready} of {group.ranks} ranks are READY, {group.min_ready} needed"
-        return True, "ok"
+        if self._driver.is_stopping:
+            return False, "the gateway is stopping"
+        problem = self._driver.router.why_not_ready()
+        return problem is None, problem or "ok"
 
     def loads(self, dp_rank: int | None) -> list[RankLoad]:
         """Every rank's load, or one's. Raises INVALID_RANK for a rank that does not exist."""
