@@ -6,15 +6,32 @@ for the whole batch, and one pass over a few lists is the cheapest thing Python 
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 Protocol = Literal["tokenspeed", "vllm"]
+LoadSemantics = Literal["disjoint", "resident"]
+"""`disjoint`: running excludes waiting. `resident`: running includes waiting."""
 FinishReason = Literal["", "stop", "length", "abort", "error"]
 """Why a sequence ended at the engine; the empty string means that it is still running."""
 
-RUNNING: FinishReason = ""
+
+class Family(NamedTuple):
+    """What differs between engine families beyond their wire format: what their numbers mean, and what they lack."""
+
+    load_semantics: LoadSemantics
+    counts_completion_tokens: bool
+    """Whether batches carry cumulative completion counts, so that lost tokens are detectable."""
+    has_logprob_alternatives: bool
+    """Whether a token's log probability can come with those of other tokens."""
+
+
+FAMILIES: dict[Protocol, Family] = {
+    "tokenspeed": Family("resident", counts_completion_tokens=True, has_logprob_alternatives=False),
+    "vllm": Family("disjoint", counts_completion_tokens=False, has_logprob_alternatives=True),
+}
+"""The one table of engine families; `gateway.wire.registry` has their codecs."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

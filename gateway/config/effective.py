@@ -8,10 +8,9 @@ from msgspec import structs
 from gateway.config.addresses import is_loopback, parse_address
 from gateway.config.schema import Config
 from gateway.core.presets import resolve
+from gateway.types import FAMILIES
 
 JsonObject = dict[str, object]
-
-_SEMANTICS = {"tokenspeed": "resident", "vllm": "disjoint"}
 
 
 def effective_config(config: Config) -> JsonObject:
@@ -21,7 +20,7 @@ def effective_config(config: Config) -> JsonObject:
     decided at run time.
     """
     groups = tuple(
-        structs.replace(group, load_semantics=group.load_semantics or _SEMANTICS[group.protocol])
+        structs.replace(group, load_semantics=group.load_semantics or FAMILIES[group.protocol].load_semantics)
         for group in config.groups
     )
     resolved = resolve(config.policy)

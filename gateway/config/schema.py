@@ -1,6 +1,6 @@
 """The one definition of every setting. Strict: an unknown key is an error.
 
-A leaf module (msgspec only), so that core and edges take their settings from here instead of
+A leaf module (msgspec and value sets only), so that core and edges take their settings from here instead of
 repeating them. The loader turns YAML into `Config`; docs and the JSON schema are generated from it.
 Units are in the names. `null` (or absence) means unlimited or automatic; 0 never does.
 """
@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from gateway.config.values import LogFormat, LogLevel
+from gateway.types import LoadSemantics, Protocol
 
 _INT32_MAX = 2**31 - 1
 
@@ -62,7 +65,9 @@ class Listen(_Strict, frozen=True, kw_only=True):
     )
     admin: Annotated[Port, Meta(description="operators: AdminService")] = "127.0.0.1:50052"
     metrics: Annotated[Port | None, Meta(description="Prometheus; null switches it off")] = "127.0.0.1:9090"
-    transport: Annotated[Literal["grpcio"], Meta(description="gRPC server implementation")] = "grpcio"
+    transport: Annotated[
+        Literal["grpcio"], Meta(description="gRPC server implementation; grpcio is the only one in this version")
+    ] = "grpcio"
     max_message_bytes: Annotated[Bytes, Meta(description="largest gRPC message in either direction")] = 64 * 1024 * 1024
     keepalive: Keepalive = Keepalive()
     allow_wildcard: Annotated[bool, Meta(description="permit binding to all interfaces (0.0.0.0, ::, *)")] = False
@@ -96,16 +101,22 @@ class Group(_Strict, frozen=True, kw_only=True):
     """Ranks with the same model and configuration that dial one handshake address."""
 
     name: Annotated[Name, Meta(description="unique name of the group, shown in listings and metrics")]
-    protocol: Annotated[Literal["tokenspeed", "vllm"], Meta(description="engine wire format")]
+    protocol: Annotated[Protocol, Meta(description="engine wire format")]
     handshake: Annotated[Endpoint, Meta(description="address that the ranks dial")]
     ranks: Annotated[int, Meta(ge=1, le=1024, description="number of ranks")]
     start_index: Annotated[int, Meta(ge=0, le=65535, description="engine index of the group's first rank")] = 0
     min_ready: Annotated[int, Meta(ge=0, description="ranks that must be READY before the gateway is ready")] = 1
     load_semantics: Annotated[
-        Literal["disjoint", "resident"] | None,
+        LoadSemantics | None,
         Meta(description="disjoint: running excludes waiting; resident: includes it; null: the protocol's own"),
     ] = None
-    coupled: Annotated[bool, Meta(description="ranks step in lockstep (attention-DP, MoE)")] = False
+    coupled: Annotated[
+        bool,
+        Meta(
+            description="the ranks step in lockstep (attention-DP, MoE); in this version it only sets the formula"
+            " variable `coupled`, which is 1 when any group has it"
+        ),
+    ] = False
     sockets: Sockets = Sockets()
 
 
@@ -209,12 +220,8 @@ class Drain(_Strict, frozen=True, kw_only=True):
 class Observability(_Strict, frozen=True, kw_only=True):
     """Logs and decision records."""
 
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is written")
-    ] = "info"
-    log_format: Annotated[
-        Literal["json", "console"], Meta(description="json: one object a line; console: for people")
-    ] = "json"
+    log_level: Annotated[LogLevel, Meta(description="least severe level that is written")] = "info"
+    log_format: Annotated[LogFormat, Meta(description="json: one object a line; console: for people")] = "json"
     decision_ring: Annotated[int, Meta(ge=0, le=1_000_000, description="decision records kept; 0 keeps none")] = 4096
 
 

@@ -49,10 +49,7 @@ class BatchIntake:
 
     def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence]) -> BatchResult:
         """Store the load, append every row, and say what ended. Releases are the caller's."""
-        counters = self._counters
-        counters.batches[rank] += 1
-        if batch.engine_index is not None and batch.engine_index != self._table.engine_index[rank]:
-            counters.index_mismatches += 1
+        self._counters.batches[rank] += 1
         was_empty = not self._table.in_flight[rank]
         self._load.store(rank, batch, now)
         result = BatchResult()

@@ -19,9 +19,7 @@ class Counters:
         "failed_rows",
         "foreign_expired",
         "foreign_reports",
-        "index_mismatches",
         "late_rows",
-        "load_faults",
         "lossy_frames",
         "lost_tokens",
         "misattributed_rows",
@@ -53,8 +51,6 @@ class Counters:
         self.failed_rows = 0
         self.reaborts = 0
         self.lossy_frames = 0
-        self.load_faults = 0
-        self.index_mismatches = 0
         self.step_regressions = 0
         self.foreign_reports = 0
         self.foreign_expired = 0
@@ -66,16 +62,3 @@ class Counters:
         self.deadlines_expired = 0
         self.relaxed_filters = 0
         self.non_finite_costs = 0
-
-    def as_dict(self) -> dict[str, int | list[int] | dict[str, int]]:
-        """A copy of every counter by name, for edges that export them."""
-        out: dict[str, int | list[int] | dict[str, int]] = {}
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if isinstance(value, dict):
-                out[name] = {str(key): count for key, count in value.copy().items()}
-            elif isinstance(value, list):
-                out[name] = list(value)
-            else:
-                out[name] = value
-        return out

@@ -76,7 +76,6 @@ class Formula(NamedTuple):
     columns: tuple[str, ...]
     """Columns of the rank table that are read."""
     rank_names: tuple[str, ...]
-    request_names: tuple[str, ...]
     copy_columns: Callable[[object], tuple[list[Any], ...]]
     """`copy_columns(table)`: copies of `columns`, in that order."""
     rank_values: Callable[..., list[tuple[float, ...]]]
@@ -100,7 +99,6 @@ def compile_cost(text: str) -> Formula:
         aggregates=tuple(Aggregate(function, _compile(inner)) for function, inner in writer.aggregates),
         columns=columns,
         rank_names=tuple(variable.name for variable in variables),
-        request_names=tuple(v.name for v in writer.used.values() if v.scope is Scope.REQUEST),
         copy_columns=_evaluate(f"lambda t: ({''.join(f't.{column}[:], ' for column in columns)})"),
         rank_values=_compile_rank_values(columns, variables),
     )

@@ -109,6 +109,16 @@ class Policy:
             if cost is not None:
                 cost.non_finite = non_finite
 
+    def nominal_costs(self, now: float) -> list[float] | None:
+        """What each rank costs a one-token prompt now, eligible or not; None where the policy has no formula.
+
+        For displays: like `dry_run`, it leaves no trace.
+        """
+        if self._cost is None:
+            return None
+        with self.dry_run():
+            return self._cost.all_ranks((now, 1, 0, 1, 1, 0), None)
+
     def _decide_among(self, screened: Screened, request: RequestValues, pinned: int | None, label: str) -> Decision:
         """The path for a pin, or when some rank does not pass every filter."""
         codes, eligible, relaxed, refusal = screened

@@ -9,7 +9,8 @@ from enum import StrEnum
 from math import inf
 
 from gateway.config.schema import Config
-from gateway.types import RankInfo
+from gateway.core.rank_row import RankRow
+from gateway.types import FAMILIES, RankInfo
 
 DEFAULT_MAX_IN_FLIGHT = 1024
 SLOTS_FACTOR = 4
@@ -44,13 +45,14 @@ class RankTable:
         self.is_resident: list[bool] = []
         self.counts_tokens: list[bool] = []
         for number, group in enumerate(config.groups):
-            semantics = group.load_semantics or ("resident" if group.protocol == "tokenspeed" else "disjoint")
+            family = FAMILIES[group.protocol]
+            semantics = group.load_semantics or family.load_semantics
             for index in range(group.ranks):
                 self.group_of.append(number)
                 self.group_rank.append(index)
                 self.engine_index.append(group.start_index + index)
                 self.is_resident.append(semantics == "resident")
-                self.counts_tokens.append(group.protocol == "tokenspeed")
+                self.counts_tokens.append(family.counts_completion_tokens)
         self._max_in_flight_setting = config.admission.max_in_flight_per_rank
         self._max_kv_usage = config.filters.max_kv_usage
 
@@ -143,6 +145,54 @@ class RankTable:
         self.head_since[rank] = None
         self.forget_snapshot(rank)
 
+    def restore(self, row: RankRow, now: float, max_model_len: int) -> None:
+        """Set one rank's columns as a rank that joined, was sent work and reported would have left them.
+
+        For decisions about a state that was written down; `max_model_len` stands in where the row has none. The
+        ledger knows nothing of this work.
+        """
+        rank = row.rank
+        info = RankInfo(max_model_len=row.max_model_len or max_model_len, kv_capacity_tokens=row.kv_capacity_tokens)
+        self.join(rank, row.incarnation or 1, info)
+        self.state[rank] = RankState(row.state)
+        if row.max_in_flight is not None:
+            self.max_in_flight[rank] = row.max_in_flight
+        self._restore_own_work(row, now)
+        if row.has_report:
+            self._restore_report(row, now)
+        self.refresh(rank)
+
+    def _restore_own_work(self, row: RankRow, now: float) -> None:
+        rank, in_flight = row.rank, row.in_flight or 0
+        prefill, decode = row.in_flight_prefill, row.in_flight_decode
+        if prefill is None:
+            prefill = 0 if decode is None else max(0, in_flight - decode)
+        self.in_flight[rank] = in_flight
+        self.in_flight_prefill[rank] = prefill
+        self.in_flight_decode[rank] = max(0, in_flight - prefill) if decode is None else decode
+        self.queued_tokens[rank] = row.queued_tokens or 0
+        self.ctx_tokens[rank] = row.ctx_tokens or 0
+        implied = self.queued_tokens[rank] + self.ctx_tokens[rank]
+        self.own_tokens[rank] = implied if row.own_tokens is None else row.own_tokens
+        self.sent_since_snapshot[rank] = row.sent_since_snapshot or 0
+        if row.head_age_ms is not None:
+            self.head_since[rank] = now - row.head_age_ms / 1e3
+
+    def _restore_report(self, row: RankRow, now: float) -> None:
+        """Of raw and normalised counts, those that are missing follow from the others."""
+        rank, is_resident = row.rank, self.is_resident[row.rank]
+        waiting = row.waiting if row.waiting is not None else row.reported_waiting or 0
+        running = row.running
+        if running is None:
+            running = row.reported_running or 0
+            running = max(0, running - waiting) if is_resident else running
+        raw = running + waiting if is_resident else running
+        self.running[rank], self.waiting[rank] = running, waiting
+        self.reported_running[rank] = raw if row.reported_running is None else row.reported_running
+        self.reported_waiting[rank] = waiting if row.reported_waiting is None else row.reported_waiting
+        self.kv_usage[rank] = row.kv_usage or 0.0
+        self.snapshot_at[rank] = now - (row.snapshot_age_ms or 0.0) / 1e3
+
     def raise_kv_floor(self) -> float:
         """Make the floor exact again and return it."""
         self.kv_floor_tokens = min(self.free_kv_tokens)
@@ -161,7 +211,3 @@ class RankTable:
             column[rank] = 0
         self.kv_usage[rank] = 0.0
         self.snapshot_at[rank] = None
-
-    def has_report(self, rank: int) -> bool:
-        """Whether the current incarnation ever reported load."""
-        return self.snapshot_at[rank] is not None

@@ -26,7 +26,6 @@ class Attempt:
         "cached_tokens",
         "first_token_at",
         "incarnation",
-        "max_tokens",
         "number",
         "prompt_tokens",
         "rank",
@@ -40,7 +39,6 @@ class Attempt:
     def __init__(
         self, sequence: "Sequence", wire_id: str, number: int, rank: int, incarnation: int, sent_at: float
     ) -> None:
-        arrived = sequence.request.arrived
         self.sequence = sequence
         self.wire_id = wire_id
         self.number = number
@@ -48,8 +46,7 @@ class Attempt:
         self.incarnation = incarnation
         self.sent_at = sent_at
         self.first_token_at: float | None = None
-        self.prompt_tokens = len(arrived.prompt_token_ids)
-        self.max_tokens = arrived.sampling.max_tokens
+        self.prompt_tokens = len(sequence.request.arrived.prompt_token_ids)
         self.cached_tokens = 0
         self.tokens_out = 0
         self.released = False

@@ -132,10 +132,7 @@ class Router:
 
     def rank_views(self, now: float) -> list[RankView]:
         """Every rank, in order; `cost` is that of a one-token prompt."""
-        with self._policy.dry_run():
-            costs = self._policy.decide(now, prompt_tokens=1, max_tokens=1).costs
-        if costs is None:
-            costs = [nan] * self.ranks.size
+        costs = self._policy.nominal_costs(now) or [nan] * self.ranks.size
         return [rank_view(self.ranks, rank, now, cost) for rank, cost in enumerate(costs)]
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ from math import isfinite
 from gateway.config.schema import Limits, Model
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
-from gateway.types import Protocol, Sampling
+from gateway.types import FAMILIES, Protocol, Sampling
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
@@ -114,10 +114,10 @@ class Validator:
             return
         if not 0 <= logprobs <= limits.max_logprobs:
             raise invalid("logprobs", f"must be in 0..{limits.max_logprobs}, got {logprobs}")
-        if logprobs > 0 and self._protocol == "tokenspeed":
+        if logprobs > 0 and not FAMILIES[self._protocol].has_logprob_alternatives:
             raise GatewayError(
                 Reason.UNSUPPORTED_FIELD,
-                "logprobs: alternatives are not available from tokenspeed ranks; use 0 for the chosen token's",
+                f"logprobs: alternatives are not available from {self._protocol} ranks; use 0 for the chosen token's",
                 field="logprobs",
             )
 

@@ -85,7 +85,7 @@ class AdminService:
 
 
 def to_struct(value: Mapping[str, object]) -> struct_pb2.Struct:
-    """A JSON-like mapping as a protobuf Struct. What JSON can't say (infinite costs) becomes null."""
+    """A JSON-like mapping as a protobuf Struct. Infinite costs are the strings that the record renders."""
     struct = struct_pb2.Struct()
     struct.update(msgspec.json.decode(msgspec.json.encode(value)))
     return struct

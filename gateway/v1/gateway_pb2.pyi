@@ -38,9 +38,9 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens, or the end of the context."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """The engine gave the sequence up."""
+    """The engine gave the sequence up. Not sent in this version: the request then ends with an error status."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
-    """The engine failed on the sequence."""
+    """The engine failed on the sequence. Not sent in this version: the request then ends with an error status."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sequence ended."""
@@ -52,9 +52,9 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the end of the context."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""The engine gave the sequence up."""
+"""The engine gave the sequence up. Not sent in this version: the request then ends with an error status."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
-"""The engine failed on the sequence."""
+"""The engine failed on the sequence. Not sent in this version: the request then ends with an error status."""
 Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
 class _RankState:
@@ -610,7 +610,9 @@ class Rank(google.protobuf.message.Message):
     snapshot_age_ms: builtins.float
     """Age of the last report."""
     cost: builtins.float
-    """What the configured policy would charge a one-token prompt; smaller is better. Absent when it has no formula."""
+    """What the configured policy would charge a one-token prompt; smaller is better. Absent when it has
+    no formula or no finite cost.
+    """
     def __init__(
         self,
         *,

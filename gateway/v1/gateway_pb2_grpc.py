@@ -29,8 +29,9 @@ class GatewayServiceStub(object):
     """Generates tokens on one of several data-parallel ranks and shows how the ranks are doing.
 
     Metadata in: `x-request-id` (used when request_id is empty), `x-data-parallel-rank` (a pin; must agree with
-    the field). Initial metadata out: `x-request-id`. Trailing metadata out of Generate: `x-rankgate-rank` (one
-    rank per sequence, comma separated), `x-rankgate-decision-id` and `x-rankgate-queue-ms`.
+    the field). Initial metadata out: `x-request-id`, when it came that way. Trailing metadata out of Generate:
+    `x-request-id`, `x-rankgate-rank` (one rank per sequence, comma separated), `x-rankgate-decision-id` (of the first
+    sequence) and `x-rankgate-queue-ms`.
     """
 
     def __init__(self, channel):
@@ -70,8 +71,9 @@ class GatewayServiceServicer(object):
     """Generates tokens on one of several data-parallel ranks and shows how the ranks are doing.
 
     Metadata in: `x-request-id` (used when request_id is empty), `x-data-parallel-rank` (a pin; must agree with
-    the field). Initial metadata out: `x-request-id`. Trailing metadata out of Generate: `x-rankgate-rank` (one
-    rank per sequence, comma separated), `x-rankgate-decision-id` and `x-rankgate-queue-ms`.
+    the field). Initial metadata out: `x-request-id`, when it came that way. Trailing metadata out of Generate:
+    `x-request-id`, `x-rankgate-rank` (one rank per sequence, comma separated), `x-rankgate-decision-id` (of the first
+    sequence) and `x-rankgate-queue-ms`.
     """
 
     def Generate(self, request, context):
@@ -153,8 +155,9 @@ class GatewayService(object):
     """Generates tokens on one of several data-parallel ranks and shows how the ranks are doing.
 
     Metadata in: `x-request-id` (used when request_id is empty), `x-data-parallel-rank` (a pin; must agree with
-    the field). Initial metadata out: `x-request-id`. Trailing metadata out of Generate: `x-rankgate-rank` (one
-    rank per sequence, comma separated), `x-rankgate-decision-id` and `x-rankgate-queue-ms`.
+    the field). Initial metadata out: `x-request-id`, when it came that way. Trailing metadata out of Generate:
+    `x-request-id`, `x-rankgate-rank` (one rank per sequence, comma separated), `x-rankgate-decision-id` (of the first
+    sequence) and `x-rankgate-queue-ms`.
     """
 
     @staticmethod

@@ -1,13 +1,13 @@
 """The one seam between the gateway and an engine family's wire format.
 
 To add an engine protocol: one folder beside `tokenspeed/` and `vllm/` that implements
-`EngineProtocol`, and one line in `registry.py`.
+`EngineProtocol`, one line in `registry.py`, and its properties in `gateway.types.FAMILIES`.
 """
 
 from collections.abc import Sequence
 from typing import Protocol as TypingProtocol
 
-from gateway.types import EngineMessage, EngineRequest
+from gateway.types import EngineMessage, EngineRequest, Protocol
 
 Frame = bytes | memoryview
 
@@ -19,11 +19,7 @@ class EngineProtocol(TypingProtocol):
     input: whatever a peer sends becomes an `EngineMessage`.
     """
 
-    name: str
-    load_semantics: str
-    """`disjoint`: running excludes waiting (vLLM). `resident`: running includes waiting (TokenSpeed)."""
-    counts_completion_tokens: bool
-    """Whether batches carry cumulative completion counts, so that lost tokens are detectable."""
+    name: Protocol
 
     def encode_add(self, request: EngineRequest) -> list[bytes]:
         """Frames `[type, payload]` that submit one request."""

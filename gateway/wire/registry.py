@@ -1,5 +1,6 @@
-"""The engine families by their names in the configuration: the one place that lists them."""
+"""The codecs of the engine families by their names in the configuration."""
 
+from gateway.types import FAMILIES
 from gateway.wire.protocol import EngineProtocol
 from gateway.wire.tokenspeed import TokenSpeedProtocol
 from gateway.wire.vllm import VllmProtocol
@@ -14,4 +15,4 @@ def protocol_for(name: str, *, client_index: int = 0) -> EngineProtocol:
         return TokenSpeedProtocol()
     if name == "vllm":
         return VllmProtocol(client_index=client_index)
-    raise ValueError(f"unknown engine protocol {name!r}: one of tokenspeed, vllm")
+    raise ValueError(f"unknown engine protocol {name!r}: one of {', '.join(FAMILIES)}")

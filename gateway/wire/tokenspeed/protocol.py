@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gateway.types import EngineMessage, EngineRequest
+from gateway.types import EngineMessage, EngineRequest, Protocol
 from gateway.wire.common import encode_abort, open_message
 from gateway.wire.protocol import Frame
 from gateway.wire.tokenspeed.outputs import decode_batch
@@ -12,9 +12,7 @@ from gateway.wire.tokenspeed.requests import encode_add
 class TokenSpeedProtocol:
     """Codec for ranks started with `ts serve --headless`. Stateless; safe to share."""
 
-    name: str = "tokenspeed"
-    load_semantics: str = "resident"
-    counts_completion_tokens: bool = True
+    name: Protocol = "tokenspeed"
 
     def encode_add(self, request: EngineRequest) -> list[bytes]:
         """Frames `[type, payload]`; the payload is the 11-element prefix of `TokenizedGenerateReqInput`."""

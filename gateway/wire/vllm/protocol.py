@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gateway.types import EngineMessage, EngineRequest
+from gateway.types import EngineMessage, EngineRequest, Protocol
 from gateway.wire.common import encode_abort, open_message
 from gateway.wire.protocol import Frame
 from gateway.wire.vllm.outputs import decode_outputs
@@ -16,9 +16,7 @@ class VllmProtocol:
     a rank that has no such socket falls silent, so it must match what INIT said.
     """
 
-    name: str = "vllm"
-    load_semantics: str = "disjoint"
-    counts_completion_tokens: bool = False
+    name: Protocol = "vllm"
 
     def __init__(self, *, client_index: int = 0) -> None:
         self._client_index = client_index
