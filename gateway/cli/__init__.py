@@ -14,7 +14,8 @@ from gateway.cli.serve import serve
 __all__ = ["cli", "main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "RANKGATE"})
+# No `auto_envvar_prefix`: it would let a stray variable set any option, `--rank` and thereby a pin included.
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="rankgate", message="%(prog)s %(version)s")
 def cli() -> None:
     """Load-balancing gateway for data-parallel LLM engine ranks.

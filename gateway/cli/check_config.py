@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.option("--fragment", is_flag=True, help="FILE holds some sections only, such as configs/policies/*.yaml.")
 @click.option("--effective", is_flag=True, help="Print the whole configuration in force, as JSON.")
 def check_config(path: Path, fragment: bool, effective: bool) -> None:
-    """Check FILE without starting anything.
+    """Check FILE (default: what RANKGATE_CONFIG names) without starting anything.
 
     Exits with 0 and a summary, or with 2 and FILE:LINE:COL: message. Remarks on what is legal but may
     surprise go to stderr.

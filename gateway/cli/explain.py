@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from gateway.cli.common import (
     EXIT_RUNTIME,
@@ -37,7 +38,11 @@ _NAME = re.compile(r"[a-z_]+")
     help="State of the ranks (YAML or JSON), as `ranks --json` prints it.",
 )
 @click.option(
-    "--address", metavar="HOST:PORT", show_envvar=True, help="Ask a running gateway (its listen.admin) instead."
+    "--address",
+    metavar="HOST:PORT",
+    envvar="RANKGATE_ADMIN_ADDRESS",
+    show_envvar=True,
+    help="Ask a running gateway (its listen.admin) instead.",
 )
 @click.option("--request", "request_path", metavar="FILE", help="The request (YAML or JSON); - reads stdin.")
 @click.option(
@@ -64,6 +69,9 @@ def explain(
     HOST:PORT --prompt-tokens N. Nothing is sent to a rank. Where the choice among equals is random, the
     first of them is shown.
     """
+    source = click.get_current_context().get_parameter_source("address")
+    if snapshot_path is not None and source is ParameterSource.ENVIRONMENT:
+        address = None  # what the command line says is meant for this call; the environment is for all
     if (address is None) == (snapshot_path is None):
         raise click.UsageError("give either --snapshot FILE (offline) or --address HOST:PORT (a running gateway)")
     if (request_path is None) == (prompt_tokens is None):

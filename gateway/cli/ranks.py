@@ -22,8 +22,8 @@ Row = dict[str, object]
 
 
 @click.command()
-@click.option("--address", default="127.0.0.1:50051", show_default=True, show_envvar=True, metavar="HOST:PORT",
-              help="listen.grpc of the gateway.")  # fmt: skip
+@click.option("--address", default="127.0.0.1:50051", show_default=True, envvar="RANKGATE_ADDRESS", show_envvar=True,
+              metavar="HOST:PORT", help="listen.grpc of the gateway.")  # fmt: skip
 @click.option("--watch", is_flag=True, help="Print again after each change, until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line; unknown values are null.")
 @click.option("--timeout", default=5.0, show_default=True, metavar="SECONDS", help="Time to wait for the first answer.")

@@ -2,23 +2,28 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 
 from gateway.cli.common import config_option, load_config_or_exit
+from gateway.config.values import LogLevel
 
 if TYPE_CHECKING:
     from gateway.config.schema import Config
 
-_LEVELS = ("debug", "info", "warning", "error")
-
 
 @click.command()
 @config_option
-@click.option("--log-level", type=click.Choice(_LEVELS), show_envvar=True, help="Instead of observability.log_level.")
-@click.option("--grpc", metavar="HOST:PORT", show_envvar=True, help="Instead of listen.grpc.")
-def serve(config_path: Path | None, log_level: str | None, grpc: str | None) -> None:
+@click.option(
+    "--log-level",
+    type=click.Choice(get_args(LogLevel)),
+    envvar="RANKGATE_LOG_LEVEL",
+    show_envvar=True,
+    help="Instead of observability.log_level.",
+)
+@click.option("--grpc", metavar="HOST:PORT", envvar="RANKGATE_GRPC", show_envvar=True, help="Instead of listen.grpc.")
+def serve(config_path: Path | None, log_level: LogLevel | None, grpc: str | None) -> None:
     """Run the gateway until SIGTERM or SIGINT."""
     if config_path is None:
         raise click.UsageError("name the configuration file with -c FILE or RANKGATE_CONFIG")
@@ -31,7 +36,7 @@ def serve(config_path: Path | None, log_level: str | None, grpc: str | None) -> 
     raise SystemExit(run(config, config_path))
 
 
-def _override(config: "Config", log_level: str | None, grpc: str | None) -> "Config":
+def _override(config: "Config", log_level: LogLevel | None, grpc: str | None) -> "Config":
     """The configuration with the flags put in; what the flag breaks is a usage error."""
     from msgspec import structs
 

@@ -1,8 +1,10 @@
 """Addresses as the configuration writes them, taken apart and compared without asking the network."""
 
 import ipaddress
+import os
 import re
 import socket
+from pathlib import Path
 from typing import NamedTuple
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
@@ -32,6 +34,17 @@ def parse_address(text: str) -> Address:
     if int(port) > MAX_PORT:
         raise ValueError(f"port {port} is out of range; the largest is {MAX_PORT}")
     return Address(parse_host(host), int(port))
+
+
+def parse_tcp(endpoint: str) -> Address:
+    """Take `tcp://HOST:PORT` apart. Raises `ValueError`."""
+    return parse_address(endpoint.removeprefix("tcp://"))
+
+
+def check_ipc_path(path: str | Path) -> None:
+    """Raise `ValueError` for a socket path that the system can't bind."""
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise ValueError(f"the socket path is longer than {MAX_IPC_PATH_BYTES} bytes; use a shorter directory")
 
 
 def parse_host(text: str) -> str:

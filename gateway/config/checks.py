@@ -9,12 +9,7 @@ import os.path
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gateway.config.addresses import (
-    MAX_IPC_PATH_BYTES,
-    Address,
-    is_wildcard,
-    parse_address,
-)
+from gateway.config.addresses import Address, check_ipc_path, is_wildcard, parse_address
 from gateway.config.errors import Loc, format_loc
 from gateway.config.schema import Config, Group, Listen, Sockets
 from gateway.core.formula import FormulaError
@@ -58,8 +53,10 @@ def _check_addresses(config: Config) -> Iterator[Problem]:
         scheme, _, rest = group.handshake.partition("://")
         if scheme == "ipc":
             path = os.path.normpath(rest)
-            if len(rest.encode()) > MAX_IPC_PATH_BYTES:
-                yield Problem(loc, f"the socket path is longer than {MAX_IPC_PATH_BYTES} bytes")
+            try:
+                check_ipc_path(rest)
+            except ValueError as error:
+                yield Problem(loc, str(error))
             if path in paths:
                 yield Problem(loc, f"{rest} is already taken by {format_loc(paths[path])}")
             paths[path] = loc

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import structs
 
-from gateway.config.addresses import is_loopback, parse_address
+from gateway.config.addresses import is_loopback, parse_address, parse_tcp
 from gateway.config.schema import Config
 from gateway.core.presets import resolve
 from gateway.types import FAMILIES
@@ -45,7 +45,7 @@ def _exposure(config: Config) -> Iterator[str]:
         yield f"listen.admin {config.listen.admin} is reachable from other hosts, and admin calls are not authenticated"
     for group in config.groups:
         if group.handshake.startswith("tcp://"):
-            host, port = parse_address(group.handshake.removeprefix("tcp://"))
+            host, port = parse_tcp(group.handshake)
             if not port:
                 yield f"group {group.name}: handshake port 0 is another free port at every start"
             if not is_loopback(host) and group.sockets.transport == "ipc":

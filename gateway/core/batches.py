@@ -10,11 +10,16 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.core.ledger import Ledger
 from gateway.core.load import LoadBook
 from gateway.core.ranks import RankTable
+from gateway.core.refusals import overrun
 from gateway.core.request import Attempt, Sequence
 from gateway.core.strays import Strays
 from gateway.types import EngineBatch, FinishReason, TokenLogprob
 
 Row = Seq[TokenLogprob]
+
+
+MAX_STRAY_ID_CHARS = 128
+MAX_STRAYS_PER_BATCH = 1024
 
 
 class BatchResult:
@@ -72,7 +77,7 @@ class BatchIntake:
         for wire_id, token_ids, finish in zip(batch.ids, batch.token_ids, batch.finish, strict=True):
             index += 1
             attempt = live.get(wire_id)
-            if attempt is None or attempt.rank != rank:
+            if attempt is None or attempt.rank != rank or attempt.is_done:
                 self._stray(rank, wire_id, attempt, now, result, is_final=finish != "")
                 continue
             count = len(token_ids)
@@ -81,6 +86,9 @@ class BatchIntake:
                 continue
             sequence = attempt.sequence
             if count:
+                if attempt.tokens_out + count > attempt.max_tokens:
+                    _fail(result, attempt, overrun(attempt))
+                    continue
                 if attempt.first_token_at is None:
                     self._ledger.start(attempt, now)
                     if sequence.request.first_token_at is None:
@@ -93,11 +101,12 @@ class BatchIntake:
                     token_ids, _asked_for(sequence, logprobs[index]) if logprobs is not None else None
                 )
                 if packed and sequence.backlog_bytes > self._max_backlog_bytes:
-                    result.failed.append((attempt, _slow_reader(self._max_backlog_bytes)))
+                    _fail(result, attempt, _slow_reader(self._max_backlog_bytes))
             if not sequence.is_dirty:
                 sequence.is_dirty = True
                 dirty.append(sequence)
             if finish:
+                attempt.is_done = True
                 result.finished.append((attempt, finish))
         self._counters.rows += index + 1
         if total:
@@ -109,12 +118,17 @@ class BatchIntake:
     ) -> None:
         """A row that belongs to no live attempt of this rank never reaches a client."""
         if attempt is not None:
-            self._counters.misattributed_rows += 1
+            if attempt.rank == rank:
+                self._counters.late_rows += 1  # its end came earlier in this very batch
+            else:
+                self._counters.misattributed_rows += 1
             return
         if self._strays.is_ours(wire_id):
             self._counters.late_rows += 1
         else:
             self._counters.orphan_rows += 1
+        if len(wire_id) > MAX_STRAY_ID_CHARS or len(result.stray_ids) >= MAX_STRAYS_PER_BATCH:
+            return  # no gateway makes such ids; the rest has its turn with a later batch
         if self._strays.seen(rank, wire_id, now, is_final=is_final):
             result.stray_ids.append(wire_id)
 
@@ -132,7 +146,7 @@ class BatchIntake:
             rank=attempt.rank,
             delivered_tokens=attempt.tokens_out,
         )
-        result.failed.append((attempt, error))
+        _fail(result, attempt, error)
 
     def _fail_unreadable(self, rank: int, batch: EngineBatch, result: BatchResult) -> None:
         """Rows that could not be read: fail whom they name, or everyone they may have hit.
@@ -154,7 +168,7 @@ class BatchIntake:
                 rank=rank,
                 delivered_tokens=attempt.tokens_out,
             )
-            result.failed.append((attempt, error))
+            _fail(result, attempt, error)
 
 
 def _asked_for(sequence: Sequence, logprobs: Row | None) -> Row | None:
@@ -165,6 +179,12 @@ def _asked_for(sequence: Sequence, logprobs: Row | None) -> Row | None:
     if all(len(item.top) <= wanted for item in logprobs):
         return logprobs
     return [TokenLogprob(item.logprob, item.top[:wanted]) for item in logprobs]
+
+
+def _fail(result: BatchResult, attempt: Attempt, error: GatewayError) -> None:
+    """The attempt ends with an error; nothing more of it is delivered, not even from this batch."""
+    attempt.is_done = True
+    result.failed.append((attempt, error))
 
 
 def _slow_reader(limit_bytes: int) -> GatewayError:

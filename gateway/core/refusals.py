@@ -80,3 +80,13 @@ def refused_by_engine(attempt: Attempt, finish: str) -> GatewayError:
         retry_after_s=_RETRY_REFUSED_S,
         rank=attempt.rank,
     )
+
+
+def overrun(attempt: Attempt) -> GatewayError:
+    """The engine sent more tokens than it was asked for: it is not generating what the client wanted."""
+    return GatewayError(
+        Reason.ENGINE_ERROR,
+        f"rank {attempt.rank} sent more than the {attempt.max_tokens} tokens that were asked for; check the engine",
+        rank=attempt.rank,
+        max_tokens=attempt.max_tokens,
+    )

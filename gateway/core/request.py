@@ -20,12 +20,17 @@ BYTES_PER_TOKEN = 4
 
 
 class Attempt:
-    """One try of one sequence on one rank incarnation; `released` flips exactly once."""
+    """One try of one sequence on one rank incarnation; `released` flips exactly once.
+
+    `is_done` is set when its end was seen, which is before the release when both are in one batch.
+    """
 
     __slots__ = (
         "cached_tokens",
         "first_token_at",
         "incarnation",
+        "is_done",
+        "max_tokens",
         "number",
         "prompt_tokens",
         "rank",
@@ -48,7 +53,9 @@ class Attempt:
         self.first_token_at: float | None = None
         self.prompt_tokens = len(sequence.request.arrived.prompt_token_ids)
         self.cached_tokens = 0
+        self.max_tokens = sequence.request.arrived.sampling.max_tokens
         self.tokens_out = 0
+        self.is_done = False
         self.released = False
 
 

@@ -78,11 +78,12 @@ class Router:
             coupled=any(group.coupled for group in config.groups),
             rng=rng,
         )
+        self._strays = Strays(nonce, config.load.abort_settle_s)
         self._intake = BatchIntake(
             self.ranks,
             self._ledger,
             self._load,
-            Strays(nonce, config.load.abort_settle_s),
+            self._strays,
             self.counters,
             config.limits.max_stream_buffer_bytes,
         )
@@ -374,6 +375,7 @@ class Router:
         ranks.state[rank] = TRANSITIONS[old]["joined"]
         ranks.join(rank, event.incarnation, event.info)
         self._load.join(rank)
+        self._strays.forget(rank)
         ranks.refresh(rank)
         cause = "reattached" if event.reattached else "joined"
         effects.append(RankStateChanged(rank, event.incarnation, old.value, ranks.state[rank].value, cause))

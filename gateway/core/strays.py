@@ -40,3 +40,8 @@ class Strays:
         if len(self._next_abort_at) > MAX_REMEMBERED:
             self._next_abort_at.popitem(last=False)
         return is_due
+
+    def forget(self, rank: int) -> None:
+        """The rank's engine process is a new one: it knows nothing of the old ids."""
+        for key in [key for key in self._next_abort_at if key[0] == rank]:
+            del self._next_abort_at[key]

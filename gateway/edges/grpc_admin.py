@@ -1,5 +1,6 @@
 """`gateway.v1.AdminService`: the configuration in force, and why requests went where they went."""
 
+import asyncio
 import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 NAME = "gateway.v1.AdminService"
 DEFAULT_DECISIONS = 20
 MAX_DECISIONS = 1000
+# Clients accept 4 MiB unless told otherwise.
+MAX_ANSWER_BYTES = 3 * 1024 * 1024
 
 
 class AdminService:
@@ -80,8 +83,17 @@ class AdminService:
             raise GatewayError(
                 Reason.INVALID_REQUEST, f"limit: must be in 1..{MAX_DECISIONS}, got {limit}", field="limit"
             )
-        latest = self._driver.router.decisions.latest(limit)
-        return admin_pb2.ListDecisionsResponse(decisions=[to_struct(decision.render()) for decision in latest])
+        response = admin_pb2.ListDecisionsResponse()
+        size = 0
+        for decision in self._driver.router.decisions.latest(limit):
+            rendered = to_struct(decision.render())
+            size += rendered.ByteSize()
+            if size > MAX_ANSWER_BYTES:
+                break
+            response.decisions.append(rendered)
+            # Rendering is slow next to the data path, which must have its turn between two records.
+            await asyncio.sleep(0)
+        return response
 
 
 def to_struct(value: Mapping[str, object]) -> struct_pb2.Struct:

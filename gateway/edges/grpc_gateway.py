@@ -13,7 +13,7 @@ from gateway.edges.grpc_encode import encode_head, encode_output
 from gateway.edges.grpc_many import ManyStream
 from gateway.edges.grpc_methods import Service, bidi, server_stream, unary
 from gateway.edges.grpc_ranks import RankFeed
-from gateway.edges.grpc_request import RequestReader
+from gateway.edges.grpc_request import ANYONE, RequestReader
 from gateway.edges.grpc_stream import StreamWriter, serve_request
 from gateway.v1 import gateway_pb2
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from gateway.edges.driver import Driver
 
 NAME = "gateway.v1.GatewayService"
-# Callers aren't told apart yet, so all Generate calls share one space of request ids, and Abort works in it.
-ANYONE = ""
 
 
 class GenerateStream(StreamWriter):

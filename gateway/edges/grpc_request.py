@@ -19,6 +19,13 @@ from gateway.edges.grpc_context import Metadata, RpcContext
 from gateway.types import Sampling
 from gateway.v1 import gateway_pb2
 
+ANYONE = ""
+"""The client key of all calls but GenerateMany's.
+
+Callers aren't told apart yet: they share one space of request ids, and Abort works in it. A router aborts from any of
+its connections.
+"""
+
 REQUEST_ID_KEY = "x-request-id"
 RANK_PIN_KEY = "x-data-parallel-rank"
 

@@ -48,7 +48,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     index: Annotated[int, Meta(ge=0)]
     engine_index: Annotated[int, Meta(ge=0, le=65535)]
     protocol: Protocol
-    incarnation: Annotated[int, Meta(ge=0)]
+    incarnation: Annotated[int, Meta(ge=0, le=2**62)]
     input_address: str | None = None
     output_address: str | None = None
     is_ready: bool = False

@@ -171,7 +171,7 @@ class ListDecisionsResponse(google.protobuf.message.Message):
     DECISIONS_FIELD_NUMBER: builtins.int
     @property
     def decisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
-        """Newest first."""
+        """Newest first; fewer than asked for when the answer would exceed 3 MiB."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ async def test_batches_arrive_decoded_and_attributed_to_their_rank(family, trans
             assert list(event.batch.finish) == ["", "length"]
             assert event.batch.engine_index == event.rank
         counters = harness.link.counters
-        assert (counters.frames, counters.batches, counters.rows, counters.index_mismatch) == (2, 2, 4, 0)
+        assert (counters.frames, counters.index_mismatch) == (2, 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ from gateway.edges.engine_link.connections import Change, Connections
 from gateway.edges.engine_link.counters import MAX_KEYS, OTHER, BoundedCounts, LimitedLog, LinkCounters
 from gateway.edges.engine_link.env import EventQueue
 from gateway.edges.engine_link.loss import DRAIN_LIMIT_S, OUTPUT_GRACE_S, PendingLoss
-from gateway.edges.engine_link.send_queue import MAX_ABORT_IDS, SendQueue
+from gateway.edges.engine_link.send_queue import MAX_ABORT_IDS, MAX_BYTES, SendQueue
 from gateway.edges.engine_link.sender import Sender
 from gateway.wire.tokenspeed import TokenSpeedProtocol
 from tests.support.link_harness import request
@@ -151,7 +151,8 @@ def test_queue_keeps_order_and_puts_aborts_first():
         queue.add_sent(add[0])
     assert seen == ["a", "c"]
     assert not queue
-    assert queue.size_bytes == 0
+    assert queue.offer("d", [b"x" * MAX_BYTES]), "what left makes room"
+    assert not queue.offer("e", [b"x"])
 
 
 def test_queue_is_bounded_in_messages_and_bytes_but_takes_one_of_any_size():
@@ -164,7 +165,7 @@ def test_queue_is_bounded_in_messages_and_bytes_but_takes_one_of_any_size():
     assert queue.offer("c", [b"x" * 4])
     assert not queue.offer("d", [b""])
     queue.abort(["a"])
-    assert queue.size_bytes == 4
+    assert not queue.offer("e", [b"x" * 7])
     assert queue.offer("e", [b"x" * 6])
 
 
@@ -201,9 +202,17 @@ def test_limited_log_says_how_many_lines_it_left_out():
     for _ in range(4):
         limited.warning("noise", rank=1)
     limited.warning("other")
-    now[0] += 5
     limited.warning("noise", rank=2)
-    assert lines == [("noise", {"rank": 1}), ("other", {}), ("noise", {"rank": 2, "suppressed": 3})]
+    now[0] += 5
+    limited.warning("noise", rank=1)
+    limited.warning("noise", rank=2)
+    assert lines == [
+        ("noise", {"rank": 1}),
+        ("other", {}),
+        ("noise", {"rank": 2}),
+        ("noise", {"rank": 1, "suppressed": 3}),
+        ("noise", {"rank": 2}),
+    ]
 
 
 class FakeLoop:

@@ -7,6 +7,7 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
+from gateway.edges import grpc_admin
 from gateway.v1 import admin_pb2, gateway_pb2
 from tests.support.fake_driver import count_up
 from tests.support.grpc_edge import error_info, generate_request, serve
@@ -98,3 +99,17 @@ async def test_each_listener_serves_its_own_services_only():
         )
         wrong = edge.channel.unary_unary("/gateway.v1.AdminService/GetEffectiveConfig")
         assert (await failure(wrong(b""))).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_listing_stays_below_what_clients_accept(monkeypatch):
+    monkeypatch.setattr(grpc_admin, "MAX_ANSWER_BYTES", 3000)
+    async with serve(count_up) as edge:
+        for _ in range(30):
+            await collect(edge.stub.Generate(generate_request()))
+        answer = await edge.admin.ListDecisions(admin_pb2.ListDecisionsRequest(limit=30))
+        assert 0 < len(answer.decisions) < 30
+        assert answer.ByteSize() < 3200
+
+
+async def collect(call):
+    return [response async for response in call]

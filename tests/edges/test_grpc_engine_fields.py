@@ -6,10 +6,10 @@ from google.protobuf.struct_pb2 import Struct
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2, vllm_engine_pb2
 
 from gateway.core.errors import GatewayError, Reason
+from gateway.edges.driver import Driver
 from gateway.edges.grpc_engine import tokenspeed, vllm
-from gateway.edges.grpc_request import RequestReader
 from gateway.types import Sampling
-from tests.support.core import make_config
+from tests.support.core import Bench
 
 # Fields that reach the request; the tests below check the values.
 HONOURED = {
@@ -41,8 +41,8 @@ SERVICES = {"vllm": vllm.VllmService, "tokenspeed": tokenspeed.TokenSpeedService
 
 
 def read(family, request):
-    service = SERVICES[family].__new__(SERVICES[family])  # `read` needs no driver
-    return service.read(request, RequestReader(make_config(protocol=family)))
+    bench = Bench(1, family)
+    return SERVICES[family](bench.config, Driver(bench.router)).read(request)
 
 
 def request_of(family, **sampling):

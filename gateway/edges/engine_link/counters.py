@@ -20,15 +20,12 @@ class BoundedCounts(dict[str, int]):
 class LinkCounters:
     """Totals since start over all ranks.
 
-    `frames` are output messages of any kind, `batches` those that held a batch, `rows` their rows.
-    `early_frames` came before the rank had joined (or after it was lost) and were dropped: no
-    attempt of this gateway can have been in them. `noise` also counts strays on the other sockets.
+    What is in the batches is the core's to count. The metrics export these under their own names, with the meanings of
+    `gateway.edges.metrics_catalogue`.
     """
 
     def __init__(self) -> None:
         self.frames = 0
-        self.batches = 0
-        self.rows = 0
         self.controls = 0
         self.early_frames = 0
         self.index_mismatch = 0
@@ -48,23 +45,25 @@ class LinkCounters:
 class LimitedLog:
     """Logs an event at most once per `interval_s`; the next line says how many were left out.
 
-    For lines that a peer can provoke. Event names are constants of this package, so the memory is bounded.
+    For lines that a peer can provoke. The limit is per event and rank: a noisy rank hides no other's lines. Event names
+    are constants of this package, so the memory is bounded.
     """
 
     def __init__(self, log: Any, clock: Callable[[], float], interval_s: float = 5.0) -> None:
         self._log = log
         self._clock = clock
         self._interval_s = interval_s
-        self._seen: dict[str, tuple[float, int]] = {}
+        self._seen: dict[tuple[str, object], tuple[float, int]] = {}
 
     def warning(self, event: str, **facts: object) -> None:
         """Log, or remember that a line was left out."""
         now = self._clock()
-        last, suppressed = self._seen.get(event, (None, 0))
+        key = (event, facts.get("rank"))
+        last, suppressed = self._seen.get(key, (None, 0))
         if last is not None and now - last < self._interval_s:
-            self._seen[event] = (last, suppressed + 1)
+            self._seen[key] = (last, suppressed + 1)
             return
-        self._seen[event] = (now, 0)
+        self._seen[key] = (now, 0)
         if suppressed:
             facts["suppressed"] = suppressed
         self._log.warning(event, **facts)

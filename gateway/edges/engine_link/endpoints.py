@@ -17,23 +17,23 @@ from pathlib import Path
 
 import zmq
 
+from gateway.config.addresses import Address, check_ipc_path, is_wildcard, parse_tcp
 from gateway.config.schema import Config, Group
 from gateway.edges.engine_link.errors import LinkError
 from gateway.edges.engine_link.reader import Socket
 from gateway.edges.state_store import ensure_private_dir
-
-MAX_IPC_PATH_BYTES = 107
-"""`sun_path` of unix(7) holds 108 bytes with the terminating zero."""
 
 _SOCKET_PREFIX = "rg-"
 _REMEMBERED_PORTS = 2048
 _BIND_ATTEMPTS = 16
 
 
-def split_tcp(address: str) -> tuple[str, str]:
-    """Host and port of `tcp://HOST:PORT`."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host, port
+def parse(address: str) -> Address:
+    """Take `tcp://HOST:PORT` apart. Raises LinkError."""
+    try:
+        return parse_tcp(address)
+    except ValueError as error:
+        raise LinkError(address, str(error)) from error
 
 
 def bind(socket_: Socket, address: str) -> str:
@@ -52,9 +52,7 @@ def clear_ipc_path(address: str) -> None:
 
     libzmq itself would remove any file at the path, and would take over a socket that is in use.
     """
-    path = Path(address.removeprefix("ipc://"))
-    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
-        raise LinkError(address, f"path longer than {MAX_IPC_PATH_BYTES} bytes: use a shorter directory")
+    path = _short_path(address)
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -79,7 +77,7 @@ def check_handshake(address: str, *, allow_wildcard: bool) -> None:
     """Refuse what must not be bound. Raises LinkError."""
     if address.startswith("ipc://"):
         clear_ipc_path(address)
-    elif _is_wildcard(split_tcp(address)[0]) and not allow_wildcard:
+    elif is_wildcard(parse(address).host) and not allow_wildcard:
         raise LinkError(address, "binds all interfaces, and the wire has no authentication: set listen.allow_wildcard")
 
 
@@ -91,7 +89,7 @@ class Endpoints:
         self._state_dir = state_dir
         self._temporary: Path | None = None
         self._dirs: dict[int, Path] = {}
-        self._used_ports: deque[str] = deque(maxlen=_REMEMBERED_PORTS)
+        self._used_ports: deque[int] = deque(maxlen=_REMEMBERED_PORTS)
 
     def prepare(self) -> None:
         """Check every group's setting and create what is missing. Raises LinkError."""
@@ -101,9 +99,7 @@ class Endpoints:
                 self._check_tcp_host(group)
             else:
                 self._dirs[number] = self._prepare_dir(group)
-                longest = self._ipc_address(number, group.ranks - 1)
-                if len(os.fsencode(longest.removeprefix("ipc://"))) > MAX_IPC_PATH_BYTES:
-                    raise LinkError(longest, f"path longer than {MAX_IPC_PATH_BYTES} bytes: set a shorter sockets.dir")
+                _short_path(self._ipc_address(number, group.ranks - 1))
 
     def bind_fresh(self, socket_: Socket, number: int, index: int) -> str:
         """Bind to an address that no incarnation had before. Raises LinkError."""
@@ -112,7 +108,7 @@ class Endpoints:
             return bind(socket_, self._ipc_address(number, index))
         for _ in range(_BIND_ATTEMPTS):
             address = bind(socket_, f"tcp://{_bracket(group.sockets.host)}:*")
-            port = split_tcp(address)[1]
+            port = parse(address).port
             if port not in self._used_ports:
                 self._used_ports.append(port)
                 return address
@@ -129,8 +125,8 @@ class Endpoints:
                 raise LinkError(address, str(error)) from error
             clear_ipc_path(address)
         else:
-            host, port = split_tcp(address)
-            if _is_wildcard(host):
+            host, port = parse(address)
+            if is_wildcard(host):
                 raise LinkError(address, "a recorded address must not be a wildcard")
             self._used_ports.append(port)
         return bind(socket_, address)
@@ -163,7 +159,7 @@ class Endpoints:
     def _check_tcp_host(self, group: Group) -> None:
         host = group.sockets.host
         address = f"tcp://{host}"
-        if _is_wildcard(host):
+        if is_wildcard(host.strip("[]")):
             raise LinkError(address, f"group {group.name}: sockets.host is announced to the ranks, name one address")
         try:
             ip = ipaddress.ip_address(host.strip("[]"))
@@ -176,15 +172,14 @@ class Endpoints:
             ) from error
 
 
-def _is_wildcard(host: str) -> bool:
-    """Whether libzmq would bind all interfaces; it takes every numeric spelling that the resolver takes ("0")."""
-    if host == "*":
-        return True
+def _short_path(address: str) -> Path:
+    """The path of an ipc address. Raises LinkError when it is too long to bind."""
+    path = Path(address.removeprefix("ipc://"))
     try:
-        found = socket.getaddrinfo(host.strip("[]"), None, flags=socket.AI_NUMERICHOST)
-    except OSError:
-        return False
-    return any(ipaddress.ip_address(entry[4][0]).is_unspecified for entry in found)
+        check_ipc_path(path)
+    except ValueError as error:
+        raise LinkError(address, str(error)) from error
+    return path
 
 
 def _bracket(host: str) -> str:

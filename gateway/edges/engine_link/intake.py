@@ -40,8 +40,6 @@ class Intake:
 
     def _pass_on(self, batch: EngineBatch, incarnation: int) -> None:
         counters = self._env.counters
-        counters.batches += 1
-        counters.rows += len(batch.ids)
         if batch.engine_index is not None and batch.engine_index != self._engine_index:
             counters.index_mismatch += 1
             self._env.limited_log.warning("engine_index_mismatch", rank=self._rank, claimed=batch.engine_index)

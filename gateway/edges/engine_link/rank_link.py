@@ -96,7 +96,7 @@ class RankLink:
             if memory.registration is not None:
                 self._info = decode_ready_response(memory.registration)
             self._channel = self._opener.recorded(self, memory.input_address, memory.output_address)
-        except (WireError, LinkError, zmq.ZMQError) as error:
+        except (WireError, LinkError, zmq.ZMQError, ValueError) as error:
             self._env.counters.state_faults.add("not_restored")
             self._log.warning("rank_not_restored", problem=str(error))
             self._info = None
@@ -234,7 +234,6 @@ class RankLink:
         self._channel.learn_peers()
         self._sender = Sender(self._env, self._protocol, self._channel, self.rank, memory.incarnation)
         self._env.counters.handshakes.add("reattached" if reattached else "joined")
-        self._log.info("rank_linked", incarnation=memory.incarnation, reattached=reattached)
         self._env.events.emit(
             RankJoined(rank=self.rank, incarnation=memory.incarnation, info=info, reattached=reattached)
         )
@@ -288,7 +287,6 @@ class RankLink:
         else:
             self.state = LinkState.DETACHED
         self._env.counters.lost.add(cause)
-        self._log.warning("rank_lost", incarnation=incarnation, cause=cause)
         try:
             self._env.events.emit(RankLost(self.rank, incarnation, cause))
         finally:

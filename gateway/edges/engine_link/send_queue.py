@@ -30,11 +30,6 @@ class SendQueue:
     def __len__(self) -> int:
         return len(self._adds) + len(self._aborts)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the queued ADDs."""
-        return self._bytes
-
     def offer(self, wire_id: str, frames: list[bytes]) -> bool:
         """Queue an ADD; False when it would exceed a bound (one message always fits an empty queue)."""
         size = sum(map(len, frames))
