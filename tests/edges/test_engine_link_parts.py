@@ -8,7 +8,7 @@ import zmq
 
 from gateway.core.events import SendBlocked, SendFailed, SendUnblocked
 from gateway.edges.engine_link.connections import Change, Connections
-from gateway.edges.engine_link.counters import MAX_KEYS, OTHER, BoundedCounts, LimitedLog, LinkCounters
+from gateway.edges.engine_link.counters import OTHER, BoundedCounts, LimitedLog, LinkCounters
 from gateway.edges.engine_link.env import EventQueue
 from gateway.edges.engine_link.loss import DRAIN_LIMIT_S, OUTPUT_GRACE_S, PendingLoss
 from gateway.edges.engine_link.send_queue import MAX_ABORT_IDS, MAX_BYTES, SendQueue
@@ -44,6 +44,15 @@ class FakeEnv:
         self.events = self
         self.deferred = []
         self.limited_log = LimitedLog(structlog.get_logger(), lambda: 0.0)
+        self.loop = self
+        self.now = 0.0
+        self.unreachable = 0
+
+    def time(self):
+        return self.now
+
+    def on_unreachable(self):
+        self.unreachable += 1
 
     def defer(self, event):
         self.deferred.append(event)
@@ -51,7 +60,7 @@ class FakeEnv:
 
 def make_sender(room):
     env, channel = FakeEnv(), FakeChannel(room)
-    return Sender(env, TokenSpeedProtocol(), channel, 3, 7), channel, env
+    return Sender(env, TokenSpeedProtocol(), channel, 3, 7, on_unreachable=env.on_unreachable), channel, env
 
 
 def test_an_add_never_overtakes_a_queued_one_though_the_socket_has_room_again():
@@ -90,6 +99,22 @@ def test_queued_adds_of_a_rank_that_cant_be_reached_any_more_fail():
     assert env.deferred == [SendBlocked(3, 7), SendFailed(3, 7, "a", "unreachable"), SendUnblocked(3, 7)]
     assert env.counters.aborts_dropped == 1
     assert env.counters.adds == 0
+
+
+def test_a_rank_that_refuses_everything_for_a_second_is_unreachable():
+    sender, channel, env = make_sender(None)
+    sender.send(request("a"))
+    env.now = 0.9
+    sender.send(request("b"))
+    channel.room = 1
+    sender.send(request("c"))
+    channel.room = None
+    env.now = 1.5
+    sender.send(request("d"))
+    assert env.unreachable == 0
+    env.now = 2.5
+    sender.send(request("e"))
+    assert env.unreachable == 1
 
 
 UP, DOWN, FAILED = zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -181,14 +206,11 @@ def test_aborts_leave_in_bounded_messages():
 
 
 def test_counts_have_a_bounded_number_of_keys():
-    counts = BoundedCounts()
+    counts = BoundedCounts("known", "never")
     for number in range(1000):
         counts.add(f"reason-{number}")
-    counts.add("reason-0", 5)
-    assert len(counts) == MAX_KEYS + 1
-    assert counts["reason-0"] == 6
-    assert sum(counts.values()) == 1005
-    assert counts[OTHER] == 1000 - MAX_KEYS
+    counts.add("known")
+    assert counts == {"known": 1, OTHER: 1000}
 
 
 def test_limited_log_says_how_many_lines_it_left_out():

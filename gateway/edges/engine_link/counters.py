@@ -3,25 +3,28 @@
 from collections.abc import Callable
 from typing import Any
 
-MAX_KEYS = 32
+from gateway.wire.common import Fault, Noise
+
 OTHER = "other"
 
 
 class BoundedCounts(dict[str, int]):
-    """Counts by reason. Reasons beyond the first `MAX_KEYS` share one key, so a peer can't grow it."""
+    """Counts by reason. Reasons that were not declared share one key, so a peer can't grow it."""
 
-    def add(self, key: str, amount: int = 1) -> None:
-        """Count `amount` more of `key`."""
-        if key not in self and len(self) >= MAX_KEYS:
-            key = OTHER
-        self[key] = self.get(key, 0) + amount
+    def __init__(self, *reasons: str) -> None:
+        super().__init__()
+        self.reasons = reasons
+
+    def add(self, reason: str) -> None:
+        """Count one more of `reason`."""
+        key = reason if reason in self.reasons else OTHER
+        self[key] = self.get(key, 0) + 1
 
 
 class LinkCounters:
-    """Totals since start over all ranks.
+    """Totals since start over all ranks. What is in the batches is the core's to count.
 
-    What is in the batches is the core's to count. The metrics export these under their own names, with the meanings of
-    `gateway.edges.metrics_catalogue`.
+    The metrics export these under their own names; `gateway.edges.metrics_catalogue` says what each means.
     """
 
     def __init__(self) -> None:
@@ -29,17 +32,21 @@ class LinkCounters:
         self.controls = 0
         self.early_frames = 0
         self.index_mismatch = 0
-        self.noise = BoundedCounts()
-        self.faults = BoundedCounts()
-        self.load_faults = BoundedCounts()
-        self.handshakes = BoundedCounts()
-        self.lost = BoundedCounts()
         self.adds = 0
         self.aborted_ids = 0
         self.aborts_dropped = 0
         self.send_blocked = 0
-        self.send_failed = BoundedCounts()
-        self.state_faults = BoundedCounts()
+        self.noise = BoundedCounts(*Noise, "foreign_identity", "unexpected_input")
+        self.faults = BoundedCounts(*Fault)
+        self.load_faults = BoundedCounts(*Fault)
+        self.handshakes = BoundedCounts(
+            *("hello", "ready", "registered", "joined", "reattached"),
+            *("duplicate_hello", "held", "held_again", "no_sockets", "init_undeliverable", "broken_off"),
+            *("oversized", "bad_identity", "unknown_index", "garbage", "unexpected_ready", "bad_registration"),
+        )
+        self.lost = BoundedCounts("disconnected", "sentinel")
+        self.send_failed = BoundedCounts("unreachable", "overflow", "encode")
+        self.state_faults = BoundedCounts("corrupt", "foreign", "not_restored", "not_written")
 
 
 class LimitedLog:

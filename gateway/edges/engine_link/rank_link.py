@@ -5,7 +5,7 @@ States::
     EMPTY ───HELLO──▶ JOINING ──READY + registration──▶ JOINED ──disconnected──▶ DETACHED
       ▲                │   ▲                              │ ▲                      │ │
       ├─disconnected───┘   └────────────HELLO─────────────┼─┼──────────────────────┘ │
-      └─sentinel──────────────────────────────────────────┘ └─both sockets connected─┘
+      └─sentinel, unreachable─────────────────────────────┘ └─both sockets connected─┘
 
 DETACHED keeps the sockets bound: the engine may be alive behind a broken connection (libzmq then
 reconnects and no HELLO will come), or this gateway was restarted and has bound the recorded
@@ -39,6 +39,7 @@ from gateway.wire.protocol import EngineProtocol
 
 DISCONNECTED = "disconnected"
 SENTINEL = "sentinel"
+UNREACHABLE = "unreachable"
 
 
 class LinkState(Enum):
@@ -232,7 +233,14 @@ class RankLink:
         memory.save()
         self.state = LinkState.JOINED
         self._channel.learn_peers()
-        self._sender = Sender(self._env, self._protocol, self._channel, self.rank, memory.incarnation)
+        self._sender = Sender(
+            self._env,
+            self._protocol,
+            self._channel,
+            self.rank,
+            memory.incarnation,
+            on_unreachable=lambda: self._begin_loss(UNREACHABLE, expects_rows=False),
+        )
         self._env.counters.handshakes.add("reattached" if reattached else "joined")
         self._env.events.emit(
             RankJoined(rank=self.rank, incarnation=memory.incarnation, info=info, reattached=reattached)
@@ -282,7 +290,7 @@ class RankLink:
         assert self._loss is not None
         cause, self._loss, self._sender = self._loss.cause, None, None
         incarnation = self.incarnation
-        if cause == SENTINEL:
+        if cause != DISCONNECTED:
             self._discard()
         else:
             self.state = LinkState.DETACHED

@@ -1,5 +1,7 @@
 """Hands one rank its requests: at once while its socket takes them, through the FIFO otherwise."""
 
+from collections.abc import Callable
+
 import msgspec
 import zmq
 
@@ -10,6 +12,8 @@ from gateway.edges.engine_link.send_queue import SendQueue
 from gateway.types import EngineRequest
 from gateway.wire.protocol import EngineProtocol
 
+MAX_REFUSING_S = 1.0
+"""A rank that refuses every send for so long, without a word from the monitor, is lost: it would only look idle."""
 ENCODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
 
 
@@ -19,7 +23,16 @@ class Sender:
     What is still queued when the rank is lost is dropped: the loss covers those attempts. A refused send with EHOSTUNREACH is only a hint: it fails that attempt, the monitor decides about the rank.
     """
 
-    def __init__(self, env: LinkEnv, protocol: EngineProtocol, channel: Channel, rank: int, incarnation: int) -> None:
+    def __init__(
+        self,
+        env: LinkEnv,
+        protocol: EngineProtocol,
+        channel: Channel,
+        rank: int,
+        incarnation: int,
+        *,
+        on_unreachable: Callable[[], None],
+    ) -> None:
         self._env = env
         self._protocol = protocol
         self._channel = channel
@@ -27,6 +40,8 @@ class Sender:
         self._incarnation = incarnation
         self._queue = SendQueue()
         self._is_blocked = False
+        self._on_unreachable = on_unreachable
+        self._refused_since: float | None = None
 
     def send(self, request: EngineRequest) -> None:
         """Encode once and send or queue."""
@@ -88,8 +103,17 @@ class Sender:
             return False
         except zmq.ZMQError as error:
             self._env.limited_log.warning("send_refused", rank=self._rank, error=error.strerror)
+            self._note_refusal()
             return None
+        self._refused_since = None
         return True
+
+    def _note_refusal(self) -> None:
+        now = self._env.loop.time()
+        if self._refused_since is None:
+            self._refused_since = now
+        elif now - self._refused_since >= MAX_REFUSING_S:
+            self._on_unreachable()
 
     def _fail(self, wire_id: str, cause: str) -> None:
         self._env.counters.send_failed.add(cause)
