@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
+_MAX_LABEL = 63
 MAX_PORT = 65535
 MAX_IPC_PATH_BYTES = 107
 """Linux's `sun_path` holds 108 bytes with the closing zero."""
@@ -57,7 +58,8 @@ def parse_host(text: str) -> str:
             return str(ipaddress.IPv6Address(bare))
         except ValueError:
             raise ValueError(f"{text} is not an IPv6 address") from None
-    if bare is not text or not (bare == "*" or _HOST_NAME.fullmatch(bare)):
+    is_name = _HOST_NAME.fullmatch(bare) and all(len(label) <= _MAX_LABEL for label in bare.split("."))
+    if bare is not text or not (bare == "*" or is_name):
         raise ValueError(f"'{text}' is not a host name, an IPv4 address or an [IPv6 address]")
     return "127.0.0.1" if bare.lower() == "localhost" else bare
 

@@ -29,6 +29,8 @@ _MERGE = "<<"
 _LINE_BREAK = re.compile(r"\r\n|[\n\r\x85\u2028\u2029]")
 _UNPRINTABLE = re.compile(r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
+# A NUL ends a path for the system; none of them belongs into a setting. Line breaks and tabs do: formulas may have them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 Entry = tuple[yaml.ScalarNode, yaml.Node]
 
 
@@ -99,6 +101,8 @@ class Document:
 
     def _scalar(self, node: yaml.ScalarNode, loc: Loc) -> object:
         if node.tag == _STRING:
+            if _CONTROL.search(node.value):
+                raise self.error(loc, "control characters are not allowed")
             return node.value
         if node.tag != _PLAIN:
             raise self._tag_error(node, loc)

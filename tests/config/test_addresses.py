@@ -2,7 +2,15 @@
 
 import pytest
 
-from gateway.config.addresses import Address, is_loopback, is_wildcard, parse_address, parse_host
+from gateway.config.addresses import (
+    Address,
+    check_ipc_path,
+    is_loopback,
+    is_wildcard,
+    parse_address,
+    parse_host,
+    parse_tcp,
+)
 
 
 @pytest.mark.parametrize(
@@ -70,3 +78,26 @@ def test_clashes():
     assert not Address("a", 1).clashes(Address("b", 1))
     assert not Address("a", 1).clashes(Address("a", 2))
     assert not Address("a", 0).clashes(Address("a", 0))
+
+
+def test_an_endpoint_has_its_scheme_taken_off():
+    assert parse_tcp("tcp://[::1]:5570") == Address("::1", 5570)
+    with pytest.raises(ValueError, match="expected HOST:PORT"):
+        parse_tcp("tcp://127.0.0.1:*")
+
+
+def test_a_socket_path_counts_in_bytes():
+    check_ipc_path("/" + "x" * 106)
+    for path in ("/" + "x" * 107, "/" + "ä" * 54):
+        with pytest.raises(ValueError, match="longer than 107 bytes"):
+            check_ipc_path(path)
+
+
+@pytest.mark.parametrize(("label", "fits"), [(63, True), (64, False)])
+def test_a_label_of_a_host_name_is_at_most_63_characters(label, fits):
+    host = f"{'x' * label}.example"
+    if fits:
+        assert parse_host(host) == host
+    else:
+        with pytest.raises(ValueError, match="is not a host name"):
+            parse_host(host)

@@ -147,7 +147,7 @@ def test_bytes_that_are_not_utf8():
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=["Cs"], max_codepoint=0xFFFF, exclude_characters="\ufffe\uffff"), max_size=8),
+    | st.text(st.characters(exclude_categories=["Cs"], min_codepoint=0x20, max_codepoint=0xFFFF, exclude_characters="\x7f\ufffe\uffff"), max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc_ é:#-", max_size=5).filter(lambda key: key != "<<"), inner, max_size=3),
     max_leaves=12,
 )  # fmt: skip
@@ -171,3 +171,13 @@ def test_any_text_gives_data_or_a_config_error(text):
     except ConfigError as error:
         failure = error
     assert failure is None or failure.line is None or (failure.line >= 1 and failure.column >= 1)
+
+
+@pytest.mark.parametrize("escape", ["\\0", "\\x07", "\\x7f", "\\e"])
+def test_control_characters_are_refused_where_they_stand(escape):
+    with pytest.raises(ConfigError, match=r"^f\.yaml:2:4: control characters are not allowed"):
+        Document(f'a: 1\nb: "x{escape}y"\n', "f.yaml")
+
+
+def test_line_breaks_and_tabs_are_text():
+    assert Document('a: "x\\n\\ty"', "f.yaml").data == {"a": "x\n\ty"}
