@@ -25,11 +25,13 @@ class Family(NamedTuple):
     """Whether batches carry cumulative completion counts, so that lost tokens are detectable."""
     has_logprob_alternatives: bool
     """Whether a token's log probability can come with those of other tokens."""
+    max_repetition_penalty: float
+    """Above it the engine refuses the request."""
 
 
 FAMILIES: dict[Protocol, Family] = {
-    "tokenspeed": Family("resident", counts_completion_tokens=True, has_logprob_alternatives=False),
-    "vllm": Family("disjoint", counts_completion_tokens=False, has_logprob_alternatives=True),
+    "tokenspeed": Family("resident", counts_completion_tokens=True, has_logprob_alternatives=False, max_repetition_penalty=2.0),
+    "vllm": Family("disjoint", counts_completion_tokens=False, has_logprob_alternatives=True, max_repetition_penalty=100.0),
 }
 """The one table of engine families; `gateway.wire.registry` has their codecs."""
 

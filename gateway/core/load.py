@@ -39,8 +39,6 @@ class LoadBook:
 
     def store(self, rank: int, batch: EngineBatch, now: float) -> None:
         """Keep a batch's report. Runs before the batch's rows are looked at."""
-        if batch.load_fault is not None:
-            self._counters.load_faults += 1
         load = batch.load
         if load is None or self._is_regression(rank, load):
             return

@@ -66,16 +66,17 @@ def send_failed(rank: int, cause: str) -> GatewayError:
 
 def refused_by_engine(attempt: Attempt, finish: str) -> GatewayError:
     """The engine ended the attempt with something else than stop or length."""
-    if attempt.tokens_out or finish == "error":
+    after = f"after {attempt.tokens_out} tokens" if attempt.tokens_out else "before its first token"
+    if finish == "error":
         return GatewayError(
             Reason.ENGINE_ERROR,
-            f"rank {attempt.rank} ended the request with {finish!r} after {attempt.tokens_out} tokens; "
-            "its log has the cause",
+            f"rank {attempt.rank} failed on the request {after}; its log has the cause",
             rank=attempt.rank,
         )
+    # Capacity, an evicted cache, a pause: the wire does not say which, and each can pass.
     return GatewayError(
         Reason.ENGINE_REJECTED,
-        f"rank {attempt.rank} refused the request; retry later, and look into its log if that does not help",
+        f"rank {attempt.rank} gave the request up {after}; retry later, and look into its log if that does not help",
         retryable=True,
         retry_after_s=_RETRY_REFUSED_S,
         rank=attempt.rank,

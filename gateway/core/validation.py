@@ -16,7 +16,6 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _MAX_TEMPERATURE = 100.0
 _MAX_PENALTY = 2.0
-_MAX_REPETITION_PENALTY = 100.0
 
 
 def invalid(field: str, message: str) -> GatewayError:
@@ -96,7 +95,13 @@ class Validator:
         _in_range("min_p", sampling.min_p, 0.0, 1.0)
         _in_range("frequency_penalty", sampling.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
         _in_range("presence_penalty", sampling.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
-        _in_range("repetition_penalty", sampling.repetition_penalty, 0.0, _MAX_REPETITION_PENALTY, open_low=True)
+        _in_range(
+            "repetition_penalty",
+            sampling.repetition_penalty,
+            0.0,
+            FAMILIES[self._protocol].max_repetition_penalty,
+            open_low=True,
+        )
         if sampling.top_k != -1 and not 1 <= sampling.top_k <= _INT32_MAX:
             raise invalid("top_k", f"must be -1 (off) or at least 1, got {sampling.top_k}")
         if sampling.seed is not None and not _INT64_MIN <= sampling.seed <= _INT64_MAX:

@@ -59,7 +59,7 @@ class AdminService:
         """Decide for a request that is not sent."""
         now = self._driver.clock()
         call = self._reader.call(context, now)
-        arrived = self._reader.generate(request.request, call, client_key="", arrived_at_unix_s=0.0, sink=None)
+        arrived = self._reader.generate(request.request, call, now, client_key="", arrived_at_unix_s=0.0, sink=None)
         decision = self._driver.router.explain(arrived, now)
         return admin_pb2.ExplainResponse(decision=to_struct(decision.render()))
 

@@ -65,9 +65,12 @@ class GatewayService:
 
     async def generate(self, request: gateway_pb2.GenerateRequest, context: RpcContext) -> None:
         """Stream one request's tokens."""
-        call = self._reader.call(context, self._driver.clock())
+        now = self._driver.clock()
+        call = self._reader.call(context, now)
         stream = GenerateStream()
-        arrived = self._reader.generate(request, call, client_key=ANYONE, arrived_at_unix_s=time.time(), sink=stream)
+        arrived = self._reader.generate(
+            request, call, now, client_key=ANYONE, arrived_at_unix_s=time.time(), sink=stream
+        )
         await serve_request(self._driver, arrived, stream, call, context)
 
     async def generate_many(

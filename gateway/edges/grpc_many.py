@@ -124,7 +124,12 @@ class ManyStream(StreamSink):
                 limit=self._max_live,
             )
         arrived = self._reader.generate(
-            request, call, client_key=self._client_key, arrived_at_unix_s=time.time(), sink=self
+            request,
+            call,
+            self._driver.clock(),
+            client_key=self._client_key,
+            arrived_at_unix_s=time.time(),
+            sink=self,
         )
         self._live[request_id] = self._driver.submit(arrived)
 

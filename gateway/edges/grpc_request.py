@@ -62,8 +62,6 @@ class RequestReader:
         """Read metadata and deadline. `now` is in seconds of the driver's clock."""
         metadata = context.invocation_metadata() or ()
         remaining_s = context.time_remaining()
-        if remaining_s is None:
-            remaining_s = self._default_deadline_s
         return Call(
             request_id=next(_texts(metadata, REQUEST_ID_KEY), None),
             pinned_rank=self._metadata_pin(metadata),
@@ -95,8 +93,21 @@ class RequestReader:
         """How many tokens the model's context leaves after a prompt; at least 1, so that the prompt is at fault."""
         return max(1, self._max_context_tokens - prompt_tokens)
 
+    def deadline_at(self, call: Call, now: float) -> float | None:
+        """A request's deadline: its call's, else the default from `now` on."""
+        if call.deadline_at is not None or self._default_deadline_s is None:
+            return call.deadline_at
+        return now + self._default_deadline_s
+
     def generate(
-        self, request: gateway_pb2.GenerateRequest, call: Call, *, client_key: str, arrived_at_unix_s: float, sink: Any
+        self,
+        request: gateway_pb2.GenerateRequest,
+        call: Call,
+        now: float,
+        *,
+        client_key: str,
+        arrived_at_unix_s: float,
+        sink: Any,
     ) -> RequestArrived:
         """Decode a `gateway.v1` request. Raises `GatewayError` for what no event can express."""
         prompt = request.prompt_token_ids[:]
@@ -110,7 +121,7 @@ class RequestReader:
             model=request.model if request.HasField("model") else None,
             pinned_rank=self.pin(_optional(request, "data_parallel_rank"), call),
             priority=request.priority,
-            deadline_at=call.deadline_at,
+            deadline_at=self.deadline_at(call, now),
             arrived_at_unix_s=arrived_at_unix_s,
             sink=sink,
         )

@@ -9,18 +9,16 @@ lines, never a request: losses are counted in `LineLogger.lost`.
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar
 
 import msgspec
 import structlog
 from structlog.processors import format_exc_info
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
+from gateway.config.values import LogFormat, LogLevel
 from gateway.core.errors import Reason
 from gateway.core.request import Request
-
-Level = Literal["debug", "info", "warning", "error"]
-Format = Literal["json", "console"]
 
 _FAULTS = frozenset(
     {
@@ -82,7 +80,7 @@ class _ToStructlog(logging.Handler):
             log(message)
 
 
-def configure(level: Level, log_format: Format, stream: BinaryIO | None = None) -> None:
+def configure(level: LogLevel, log_format: LogFormat, stream: BinaryIO | None = None) -> None:
     """Set up logging for the process; may be called again. `stream` is stderr unless given."""
     target = sys.stderr.buffer if stream is None else stream
     renderer = _render_json if log_format == "json" else _console_renderer(target)
@@ -105,18 +103,25 @@ def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> No
     """Log the end of an accepted request: called once each, with counts and times, never contents.
 
     `cached_tokens` is the largest of the sequences' (they share one prompt); `completion_tokens` and
-    `attempts` are sums. `ttft_ms` is null when no token came.
+    `attempts` are sums. `rank` and `incarnation` are those of the last dispatch, `ranks` those of all sequences when
+    there are several. `ttft_ms` is null when no token came, `error` when the request succeeded.
     """
     error = request.error
     started, first = request.accepted_at, request.first_token_at
     ended = now if request.ended_at is None else request.ended_at
     sequences = request.sequences
+    attempts = [sequence.attempt for sequence in sequences if sequence.attempt is not None]
     write = log.warning if error is not None and error.reason in _FAULTS else log.info
     write(
         "request_ended",
         request_id=request.arrived.request_id,
+        rpc=getattr(request.sink, "rpc", "unknown"),
         outcome="ok" if error is None else error.reason.value,
+        error=None if error is None else error.message,
         rank=request.last_rank,
+        incarnation=attempts[-1].incarnation,
+        ranks=[attempt.rank for attempt in attempts] if len(attempts) > 1 else None,
+        pinned_rank=request.arrived.pinned_rank,
         decision_id=request.decision_id,
         prompt_tokens=len(request.arrived.prompt_token_ids),
         completion_tokens=sum(sequence.completion_tokens for sequence in sequences),

@@ -35,6 +35,7 @@ from gateway.core.request import Request
 from gateway.core.router import Router
 from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges.grpc_status import CODES
+from gateway.edges.logs import LineLogger
 from gateway.edges.metrics_catalogue import Spec
 
 # The bounds are vLLM's, so that its panels line up; inter-token latency adds three finer ones.
@@ -200,6 +201,7 @@ class Metrics(Collector):
         yield _family(catalogue.BUILD_INFO, [((__version__,), 1)])
         yield _family(catalogue.LIVE, [((), self._router.live_count)])
         yield _family(catalogue.DRAINING, [((), int(self._router.is_draining))])
+        yield _family(catalogue.LOG_LINES_LOST, [((), LineLogger.lost)])
         yield _family(catalogue.REQUESTS, list(self._ended.copy().items()))
         yield _family(catalogue.PROMPT_TOKENS, [((), self._prompt_tokens)])
         yield _family(catalogue.CACHED_TOKENS, [((), self._cached_tokens)])

@@ -218,7 +218,6 @@ def test_facts():
     formula = compile_cost("(queued_tokens + new_tokens) * (in_flight + 1) + queued_tokens")
     assert formula.columns == ("queued_tokens", "in_flight")
     assert formula.rank_names == ("queued_tokens", "in_flight")
-    assert formula.request_names == ("new_tokens",)
     assert not formula.can_be_non_finite
     assert formula.expression.is_integer
     assert compile_cost("max_tokens").columns == ()

@@ -21,7 +21,7 @@ def test_a_snapshot_is_stored_verbatim_and_kv_becomes_a_ratio():
     request = bench.request(pinned_rank=0)
     bench.batch(0, [(wire_id(request), [9])], load(2, 5, 100 / 400))
     assert counts(bench, 0) == (2, 5, 0.25)
-    assert not table(bench).has_report(1)
+    assert table(bench).snapshot_at[1] is None
 
 
 @pytest.mark.parametrize(("raw", "stored"), [(2.0, 1.0), (-0.5, 0.0), (0.4, 0.4)])
@@ -55,7 +55,7 @@ def test_load_is_stored_before_the_batchs_own_finish_releases():
     request = bench.request()
     bench.batch(0, [(wire_id(request), [9], "length")], load(7, 9, 0.75))
     assert counts(bench, 0) == (0, 0, 0.75)
-    assert table(bench).has_report(0)
+    assert table(bench).snapshot_at[0] is not None
     assert bench.router.counters.clamped[0] == 1
 
 
@@ -159,7 +159,7 @@ def test_step_counter_regressions_are_dropped_per_rank_and_incarnation():
     bench.batch(0, [], load(6, 0, step_counter=1, source="coordinator"))
     assert counts(bench, 0)[:2] == (6, 0)
     bench.join(0)
-    assert not table(bench).has_report(0)
+    assert table(bench).snapshot_at[0] is None
     bench.request(pinned_rank=0)
     bench.batch(0, [], load(4, 0, step_counter=1))
     assert counts(bench, 0)[:2] == (4, 0)
@@ -246,4 +246,14 @@ def test_looking_changes_nothing():
     bench.router.rank_views(bench.now)
     bench.router.explain(bench.arrived(), bench.now)
     assert counts(bench, 0)[:2] == (3, 1)
+    assert bench.router.counters.foreign_expired == 0
+
+
+def test_a_report_that_was_all_our_own_leaves_nothing_to_expire():
+    bench = Bench(1, gateways=2)
+    request = bench.request()
+    bench.batch(0, [(wire_id(request), [9], "stop")], load(1, 0, 0.5))
+    assert counts(bench, 0) == (0, 0, 0.5)
+    bench.now += 99
+    bench.send(Tick())
     assert bench.router.counters.foreign_expired == 0

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from gateway.config.schema import Filters, PresetName
 from gateway.config.schema import Policy as PolicySettings
 from gateway.core.errors import Reason
+from gateway.core.events import RankLost
 from gateway.core.formula import FormulaError
 from gateway.core.presets import PolicyError
 from gateway.core.ranks import RankState
+from tests.support.core import Bench
 from tests.support.policies import charge, make_policy, make_table, randomise, report
 
 PRESETS = sorted(PresetName.__args__)
@@ -283,3 +285,13 @@ def test_deciding_changes_nothing_in_the_table(cost):
     decide(policy)
     decide(policy, pinned_rank=2)
     assert {name: value for name, value in vars(table).items() if isinstance(value, list)} == before
+
+
+@pytest.mark.parametrize(("preset", "has_costs"), [("lmetric", True), ("random", False)])
+def test_displayed_costs_cover_ranks_that_are_not_eligible_and_leave_no_trace(preset, has_costs):
+    bench = Bench(2, policy={"preset": preset})
+    bench.send(RankLost(1, 1, "test"))
+    views = bench.router.rank_views(bench.now)
+    assert [view.cost is not None for view in views] == [has_costs, has_costs]
+    assert bench.router.decisions.latest(1) == []
+    assert bench.router.counters.decisions == [0, 0]

@@ -30,7 +30,7 @@ def reader():
 
 
 def read(reader, request, call=NOTHING):
-    return reader.generate(request, call, client_key="c", arrived_at_unix_s=1.5, sink=None)
+    return reader.generate(request, call, 0.0, client_key="c", arrived_at_unix_s=1.5, sink=None)
 
 
 def refused(function, *args):
@@ -175,7 +175,10 @@ class TestDeadline:
 
     def test_the_default_applies_to_calls_without_one(self):
         reader = RequestReader(make_config(limits={"default_deadline_s": 7.0}))
-        assert reader.call(Context(), 100.0).deadline_at == 107.0
+        call = reader.call(Context(), 100.0)
+        assert call.deadline_at is None
+        # From the request on: a GenerateMany call may be much older.
+        assert reader.deadline_at(call, 150.0) == 157.0
         assert reader.call(Context(remaining=60.0), 100.0).deadline_at == 160.0
 
     @pytest.mark.parametrize(

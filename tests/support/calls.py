@@ -107,9 +107,10 @@ class Outcome:
         """Every byte of every sequence, one finish each, usage that agrees."""
         assert self.status is None, self.status
         prompt, sampling = request.prompt_token_ids, request.sampling
-        wanted = expected(prompt, sampling.max_tokens, sampling.seed if sampling.HasField("seed") else None)
         n = sampling.n if sampling.HasField("n") else 1
-        assert self.tokens == dict.fromkeys(range(n), wanted)
+        for index in range(n):
+            seed = sampling.seed + index if sampling.HasField("seed") else None
+            assert self.tokens[index] == expected(prompt, sampling.max_tokens, seed)
         assert set(self.finishes) == set(range(n))
         for finish in self.finishes.values():
             assert finish.reason == gateway_pb2.FINISH_REASON_LENGTH

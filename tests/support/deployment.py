@@ -97,9 +97,9 @@ class Deployment:
         self.wait_ready()
         return self
 
-    def process(self, name: str, *command: object, **more: str) -> Process:
-        """Any further process that ends with the deployment. `more` is for its environment."""
-        process = Process(self.directory, self._numbered(name), *command, **more)
+    def process(self, name: str, *command: object) -> Process:
+        """Any further process that ends with the deployment."""
+        process = Process(self.directory, self._numbered(name), *command)
         self._cleanup.callback(process.close)
         return process
 
@@ -154,7 +154,9 @@ class Deployment:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's series."""
-        lines = (line for line in self.scrape().splitlines() if line.startswith((f"{name} ", f"{name}{{")))
+        page = self.scrape()
+        assert f"# TYPE {name} " in page, f"there is no metric {name}"
+        lines = (line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def _numbered(self, name: str) -> str:

@@ -33,6 +33,8 @@ MAX_CONTEXT_TOKENS = 16_384
 PROTOCOLS: tuple[Protocol, ...] = ("vllm", "tokenspeed")
 WAIT_S = 20.0
 """No healthy run comes near: what is waited for takes milliseconds."""
+BODY_S = 60.0
+"""Likewise for the body of a test, which ends in order then; pytest's own time-out would break off the loop."""
 MAX_FAILED_CALLS_KEPT = 2
 
 Condition = Callable[[], object]
@@ -122,7 +124,7 @@ class Stack:
     async def all_ready(self) -> None:
         """Wait until the gateway says that it is ready and has told its clients so."""
         await until(lambda: len(self.ready_ranks()) == self.table.size, "all ranks to be READY")
-        await until(lambda: self.gateway.is_ready and _is_done(self.gateway._ready_check), "readiness")
+        await until(lambda: self.gateway.is_ready, "readiness")
 
     def logged(self, event: str) -> list[Any]:
         return [entry for entry in self.logs.entries if entry["event"] == event]
@@ -197,7 +199,8 @@ async def observed(stack: Stack, group: StubGroup) -> AsyncIterator[None]:
     stack.baseline = _tasks()
     gc.freeze()  # what is there already is not this test's, and it makes looking through the rest cheap
     try:
-        yield
+        async with asyncio.timeout(BODY_S):
+            yield
         await assert_quiescent(stack)
         _assert_no_outbox(stack)
     finally:
@@ -240,7 +243,8 @@ def _leftovers(stack: Stack) -> list[str]:
         "unflushed": router.dirty or driver._ended or driver._waiting,
         "client ids": router._by_client,
         "streams": stack.gateway.servers._gateway._many,
-        "accepted and ended differ": counters.accepted != sum(counters.ended.values()) and counters.as_dict(),
+        "accepted and ended differ": counters.accepted != sum(counters.ended.values())
+        and (counters.accepted, counters.ended),
         "log lines and outcomes differ": lines != outcomes and (lines, outcomes),
         "tasks": _tasks() - stack.baseline,
         "unsent to ranks": [link.rank for link in stack.gateway.link._ranks if link._sender and link._sender._queue],
@@ -275,7 +279,3 @@ def _assert_no_outbox(stack: Stack) -> None:
 def _tasks() -> Counter[str]:
     """What runs, by kind: the gRPC server replaces its accepting task for each call."""
     return Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())
-
-
-def _is_done(task: asyncio.Task[Any] | None) -> bool:
-    return task is None or task.done()

@@ -202,7 +202,7 @@ class EngineService(ABC):
             sampling=wanted.sampling,
             n=wanted.n,
             pinned_rank=self._reader.pin(wanted.pinned_rank, call),
-            deadline_at=call.deadline_at,
+            deadline_at=self._reader.deadline_at(call, self._driver.clock()),
             arrived_at_unix_s=time.time(),
             sink=writer,
         )

@@ -1,0 +1,84 @@
+"""Every setting of the listeners reaches the server: as an option of its own, or as what a caller sees."""
+
+import grpc
+import pytest
+
+from gateway.edges.grpc_server import _options
+from gateway.types import TokenLogprob
+from tests.support.grpc_edge import generate_request, make_config, serve
+
+
+def options(**sections):
+    found = _options(make_config(**sections))
+    names = [name for name, _ in found]
+    assert len(names) == len(set(names)), "an option given twice"
+    return dict(found)
+
+
+def keepalive(**values):
+    return {"listen": {"keepalive": values}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "option", "expected", "by_default"),
+    [
+        (keepalive(time_s=7.5), "grpc.keepalive_time_ms", 7500, 60_000),
+        (keepalive(timeout_s=0.25), "grpc.keepalive_timeout_ms", 250, 20_000),
+        (keepalive(min_client_ping_s=3), "grpc.http2.min_ping_interval_without_data_ms", 3000, 10_000),
+        (keepalive(max_connection_age_s=9), "grpc.max_connection_age_ms", 9000, None),
+        (
+            keepalive(max_connection_age_s=9, max_connection_age_grace_s=4),
+            "grpc.max_connection_age_grace_ms",
+            4000,
+            None,
+        ),
+        (keepalive(max_connection_age_s=9), "grpc.max_connection_age_grace_ms", 600_000, None),
+        ({"listen": {"max_message_bytes": 1234}}, "grpc.max_receive_message_length", 1234, 64 << 20),
+        ({"listen": {"max_message_bytes": 1234}}, "grpc.max_send_message_length", 1234, 64 << 20),
+        ({"limits": {"max_streams_per_connection": 17}}, "grpc.max_concurrent_streams", 17, 1024),
+    ],
+)
+def test_the_setting_is_an_option_of_the_server(sections, option, expected, by_default):
+    assert options(**sections)[option] == expected
+    assert options().get(option) == by_default
+
+
+async def answered(edge, prompt, tokens):
+    """The status of a call whose request and only response have about these sizes."""
+    call = edge.stub.Generate(generate_request((1,) * prompt, sampling={"max_tokens": tokens}))
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details()
+    return await call.code(), ""
+
+
+def all_at_once(driver, request):
+    """Engine: every token in one turn, with log probabilities, so that one message holds them all."""
+    count = request.arrived.sampling.max_tokens
+    driver.tokens(request, [1] * count, logprobs=[TokenLogprob(-1.0)] * count, finish="length")
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [(1, 1), (3000, 1)])
+async def test_messages_within_the_bound_pass(prompt, tokens):
+    async with serve(all_at_once, listen={"max_message_bytes": 4000}) as edge:
+        assert await answered(edge, prompt, tokens) == (grpc.StatusCode.OK, "")
+
+
+async def test_a_request_over_the_bound_is_refused():
+    async with serve(all_at_once, listen={"max_message_bytes": 4000}) as edge:
+        code, details = await answered(edge, 5000, 1)
+        assert (code, "larger than max" in details.lower()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        assert not edge.driver.requests
+    async with serve(all_at_once) as edge:
+        assert await answered(edge, 5000, 1) == (grpc.StatusCode.OK, "")
+
+
+async def test_a_response_over_the_bound_ends_its_call():
+    async with serve(all_at_once, listen={"max_message_bytes": 4000}) as edge:
+        code, _ = await answered(edge, 1, 4000)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not edge.driver.live
+    async with serve(all_at_once) as edge:
+        assert await answered(edge, 1, 4000) == (grpc.StatusCode.OK, "")
