@@ -30,8 +30,12 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[Protocol, Family] = {
-    "tokenspeed": Family("resident", counts_completion_tokens=True, has_logprob_alternatives=False, max_repetition_penalty=2.0),
-    "vllm": Family("disjoint", counts_completion_tokens=False, has_logprob_alternatives=True, max_repetition_penalty=100.0),
+    "tokenspeed": Family(
+        "resident", counts_completion_tokens=True, has_logprob_alternatives=False, max_repetition_penalty=2.0
+    ),
+    "vllm": Family(
+        "disjoint", counts_completion_tokens=False, has_logprob_alternatives=True, max_repetition_penalty=100.0
+    ),
 }
 """The one table of engine families; `gateway.wire.registry` has their codecs."""
 

@@ -1,4 +1,4 @@
-"""Writes what follows from the settings schema: JSON schemas and the configuration reference.
+"""Writes what follows from the code: JSON schemas, the configuration reference and the list of metrics.
 
 python -m tools.generate            write the files
 python -m tools.generate --check    exit 1 if a file is not what would be written
@@ -15,6 +15,7 @@ from msgspec import inspect
 
 from gateway.config.convert import unwrap
 from gateway.config.schema import Config
+from gateway.edges import metrics_catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -28,6 +29,7 @@ def outputs() -> dict[Path, str]:
         ROOT / "configs/gateway.schema.json": _json_schema(is_fragment=False),
         ROOT / "configs/fragment.schema.json": _json_schema(is_fragment=True),
         ROOT / "docs/configuration.md": _reference(),
+        ROOT / "docs/metrics.md": metrics_catalogue.render(),
     }
 
 

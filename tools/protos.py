@@ -29,9 +29,10 @@ def main() -> int:
         bin_folder = Path(folder) / "bin"
         python = bin_folder / "python"
         subprocess.run([python, "-m", "pip", "install", "--quiet", *GENERATORS], check=True)
-        plugin = f"--plugin=protoc-gen-mypy={bin_folder / 'protoc-gen-mypy'}"
-        protoc = [python, "-m", "grpc_tools.protoc", plugin, "-Iprotos", "--python_out=.", "--grpc_python_out=."]
-        protoc += ["--mypy_out=quiet:.", *(f"protos/{file}" for file in FILES)]
+        protoc = [str(python), "-m", "grpc_tools.protoc", "-Iprotos", "--python_out=.", "--grpc_python_out=."]
+        for name in ("mypy", "mypy_grpc"):
+            protoc += [f"--plugin=protoc-gen-{name}={bin_folder / f'protoc-gen-{name}'}", f"--{name}_out=quiet:."]
+        protoc += (f"protos/{file}" for file in FILES)
         return subprocess.run(protoc, cwd=ROOT, check=False).returncode
 
 

@@ -8,6 +8,7 @@ class Counters:
 
     __slots__ = (
         "accepted",
+        "all_non_finite",
         "batches",
         "clamped",
         "deadlines_expired",
@@ -60,5 +61,7 @@ class Counters:
         self.double_releases = 0
         self.stale_events = 0
         self.deadlines_expired = 0
-        self.relaxed_filters = 0
+        # By the filter that was given up; only soft filters can be.
+        self.relaxed_filters = {"kv_usage": 0, "kv_fit": 0}
         self.non_finite_costs = 0
+        self.all_non_finite = 0

@@ -3,7 +3,6 @@
 Nothing here changes the rank table: the caller charges the chosen rank before it decides again.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -20,8 +19,8 @@ from gateway.core.ranks import RankTable
 class Policy:
     """One configured policy over one rank table.
 
-    `rng` gives uniform numbers in [0, 1). `relaxed` counts decisions per soft filter that had to be
-    given up. Raises `PolicyError` or `FormulaError` (both ValueError) for settings that make no policy.
+    `rng` gives uniform numbers in [0, 1). Raises `PolicyError` or `FormulaError` (both ValueError) for settings that make
+    no policy.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class Policy:
         rng: Callable[[], float],
     ) -> None:
         self.resolved: Final = resolve(settings)
-        self.relaxed: Counter[str] = Counter()
         self._table = table
         self._eligibility = Eligibility(filters, table)
         formula = self.resolved.formula
@@ -99,13 +97,12 @@ class Policy:
         Where the choice is random, they show the first of the equals.
         """
         state, cost = self._state, self._cost
-        saved = (state.rng, state.cursor, state.all_non_finite, self.non_finite_costs, self.relaxed)
+        saved = (state.rng, state.cursor, state.all_non_finite, self.non_finite_costs)
         state.rng = _zero
-        self.relaxed = Counter()
         try:
             yield
         finally:
-            state.rng, state.cursor, state.all_non_finite, non_finite, self.relaxed = saved
+            state.rng, state.cursor, state.all_non_finite, non_finite = saved
             if cost is not None:
                 cost.non_finite = non_finite
 
@@ -128,8 +125,6 @@ class Policy:
             costs = self._cost.some_ranks(request, eligible, eligible) if self._cost is not None else None
         elif eligible:
             rank, ties, costs = self._picker.pick(request, eligible)
-        if relaxed:
-            self.relaxed.update(relaxed)
         return Decision(
             self.resolved,
             self._table.size,

@@ -249,9 +249,10 @@ class Router:
         counters = self.counters
         if decision.rank is not None:
             counters.decisions[decision.rank] += 1
-        if decision.relaxed:
-            counters.relaxed_filters += 1
+        for name in decision.relaxed:
+            counters.relaxed_filters[name] += 1
         counters.non_finite_costs = self._policy.non_finite_costs
+        counters.all_non_finite = self._policy.all_non_finite
         return decision
 
     def _charge(self, sequence: Sequence, rank: int, now: float) -> None:

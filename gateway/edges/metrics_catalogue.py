@@ -155,8 +155,11 @@ CORE_COUNTERS: dict[str, Spec] = {
     "double_releases": _counter("double_releases_total", "Second releases of a charge; not applied."),
     "stale_events": _counter("stale_events_total", "Events of an earlier incarnation of a rank."),
     "deadlines_expired": _counter("deadlines_expired_total", "Requests ended by their deadline."),
-    "relaxed_filters": _counter("relaxed_filters_total", "Decisions made without the soft filters."),
+    "relaxed_filters": _counter("relaxed_filters_total", "Decisions made without a soft filter.", "filter"),
     "non_finite_costs": _counter("non_finite_costs_total", "Costs that came out as NaN, infinite or a fault."),
+    "all_non_finite": _counter(
+        "decisions_without_cost_total", "Decisions in which no eligible rank had a cost; the least in flight was taken."
+    ),
 }
 
 CATALOGUE: tuple[Spec, ...] = tuple(

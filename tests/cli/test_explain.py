@@ -159,3 +159,18 @@ def test_online_refusal_exits_with_1(admin):
     result = explain("--address", admin.address, "--prompt-tokens", 10, "--rank", 9)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"error: {admin.address}: INVALID_ARGUMENT: no rank 9\n"
+
+
+def test_the_address_from_the_environment_and_flags_go_before_it(admin, files):
+    environment = {"RANKGATE_ADMIN_ADDRESS": admin.address}
+    assert explain("--prompt-tokens", 10, "--max-tokens", 5, env=environment).stdout == TABLE
+    assert len(admin.requests) == 1
+    assert offline(files, "--prompt-tokens", 10, "--max-tokens", 5, env=environment).stdout == TABLE
+    assert len(admin.requests) == 1, "--snapshot asks no gateway"
+    result = offline(files, "--prompt-tokens", 10, "--address", admin.address)
+    assert (result.exit_code, len(admin.requests)) == (2, 1)
+
+
+def test_a_stray_variable_pins_nothing(files):
+    stray = {"RANKGATE_EXPLAIN_RANK": "0", "RANKGATE_RANK": "0", "RANKGATE_JSON": "1", "RANKGATE_EXPLAIN_JSON": "1"}
+    assert offline(files, "--prompt-tokens", 10, "--max-tokens", 5, env=stray).stdout == TABLE

@@ -1,8 +1,12 @@
 """The command as a whole: what it loads, what it prints, how it exits."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
+import click
+import pytest
 from click.testing import CliRunner
 
 from gateway import __version__
@@ -33,6 +37,37 @@ def test_every_command_has_help():
         result = run(name, "--help")
         assert result.exit_code == 0
         assert result.output.startswith(f"Usage: rankgate {name} ")
+
+
+VARIABLES = {
+    "serve": {"RANKGATE_CONFIG", "RANKGATE_LOG_LEVEL", "RANKGATE_GRPC"},
+    "check-config": {"RANKGATE_CONFIG"},
+    "ranks": {"RANKGATE_ADDRESS"},
+    "explain": {"RANKGATE_CONFIG", "RANKGATE_ADMIN_ADDRESS"},
+    "version": set(),
+}
+
+
+def variables_of(command):
+    """What the environment can set, as click itself resolves it."""
+    context = click.Context(command, info_name=command.name, parent=click.Context(cli, info_name="rankgate"))
+    names = {parameter.envvar for parameter in command.params}
+    if context.auto_envvar_prefix is not None:
+        names |= {f"{context.auto_envvar_prefix}_{parameter.name}".upper() for parameter in command.params}
+    return names - {None}
+
+
+def test_only_the_documented_options_can_be_set_by_the_environment():
+    assert {name: variables_of(command) for name, command in cli.commands.items()} == VARIABLES
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    documented = set(re.findall(r"RANKGATE_[A-Z_]+", page))
+    assert documented == set().union(*VARIABLES.values())
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_help_shows_what_the_environment_can_set(name):
+    text = run(name, "--help").output
+    assert set(re.findall(r"RANKGATE_[A-Z_]+", text)) == VARIABLES[name]
 
 
 def test_version_as_command_and_option():

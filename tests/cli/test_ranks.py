@@ -71,7 +71,7 @@ def test_table_shows_rank_0_and_what_is_unknown(address):
 
 
 def test_address_from_the_environment(address):
-    assert ranks(env={"RANKGATE_RANKS_ADDRESS": address}).stdout == TABLE
+    assert ranks(env={"RANKGATE_ADDRESS": address}).stdout == TABLE
 
 
 def test_json_has_every_key(address):

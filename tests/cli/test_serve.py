@@ -51,8 +51,8 @@ def test_flags_and_environment_override_the_file(path, started, with_flags):
         serve(
             env={
                 "RANKGATE_CONFIG": str(path),
-                "RANKGATE_SERVE_LOG_LEVEL": "debug",
-                "RANKGATE_SERVE_GRPC": "127.0.0.1:0",
+                "RANKGATE_LOG_LEVEL": "debug",
+                "RANKGATE_GRPC": "127.0.0.1:0",
             }
         )
     ((config, _),) = started

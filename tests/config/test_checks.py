@@ -57,7 +57,7 @@ BODY = [
     ("tcp://127.0.0.1:5570", "§tcp://127.0.0.1:*", "expected HOST:PORT (at $.groups[0].handshake)"),
     ("tcp://127.0.0.1:5570", "§tcp://127.0.0.1:70000", "port 70000 is out of range; the largest is 65535 (at $.groups[0].handshake)"),
     ("tcp://127.0.0.1:5570", "§tcp://127.0.0.1:9090", "127.0.0.1:9090 is already taken by $.listen.metrics (at $.groups[0].handshake)"),
-    ("tcp://127.0.0.1:5570", "§ipc:///" + "x" * 107, "the socket path is longer than 107 bytes (at $.groups[0].handshake)"),
+    ("tcp://127.0.0.1:5570", "§ipc:///" + "x" * 107, "the socket path is longer than 107 bytes; use a shorter directory (at $.groups[0].handshake)"),
     ("vocab_size: 100", "vocab_size: 100, eos_token_ids: [99, §100]", "token id 100 is not below vocab_size, 100 (at $.model.eos_token_ids[1])"),
     ("vocab_size: 100", "vocab_size: 100, eos_token_ids: [7, §7]", "token id 7 is listed twice (at $.model.eos_token_ids[1])"),
     ("ranks: 2", "ranks: 2\n    min_ready: §3", "min_ready is 3, but the group has 2 ranks (at $.groups[0].min_ready)"),

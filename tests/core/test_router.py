@@ -499,3 +499,20 @@ def test_a_second_end_is_counted_and_changes_nothing():
 def test_an_event_that_nobody_defined_is_a_defect():
     with pytest.raises(AssertionError):
         Bench(1).send(object())
+
+
+def test_filters_that_were_given_up_are_counted_by_name():
+    bench = Bench(1, filters={"kv_fit": "soft"}, info=make_info(kv_capacity_tokens=100))
+    bench.request([1] * 60)
+    bench.request([1] * 60)
+    assert bench.router.counters.relaxed_filters == {"kv_usage": 0, "kv_fit": 1}
+
+
+def test_decisions_without_any_cost_are_counted_and_looking_is_not():
+    bench = Bench(2, policy={"cost": "1 / (in_flight - in_flight)"})
+    bench.router.rank_views(bench.now)
+    bench.router.explain(bench.arrived(), bench.now)
+    assert bench.router.counters.all_non_finite == 0
+    bench.request()
+    bench.request()
+    assert bench.router.counters.all_non_finite == 2

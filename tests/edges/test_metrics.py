@@ -410,6 +410,21 @@ def test_log_lines_that_could_not_be_written_are_counted(monkeypatch):
     assert World(1).samples()["rankgate_log_lines_lost_total",] == 7
 
 
+def test_what_the_policy_had_to_give_up_is_exported():
+    world = World(
+        1,
+        filters={"kv_fit": "soft"},
+        info=make_info(kv_capacity_tokens=100),
+        policy={"cost": "1 / (in_flight - in_flight)"},
+    )
+    world.request([1] * 60)
+    world.request([1] * 60)
+    got = world.samples()
+    assert got["rankgate_relaxed_filters_total", ("filter", "kv_fit")] == 1
+    assert got["rankgate_relaxed_filters_total", ("filter", "kv_usage")] == 0
+    assert got["rankgate_decisions_without_cost_total",] == 2
+
+
 def test_draining_shows():
     world = World(1)
     world.send(DrainStarted())

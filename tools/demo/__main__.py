@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import signal
 import sys
 import tempfile
 import time
@@ -42,9 +43,9 @@ async def _show(stub: "gateway_pb2_grpc.GatewayServiceAsyncStub", replay: Replay
         table.draw(list(answer.ranks), replay)
 
 
-async def _run(stack: Stack, duration_s: float, *, keep: bool) -> int:
+async def _run(stack: Stack, duration_s: float, requests: int | None, *, keep: bool) -> int:
     address = f"127.0.0.1:{stack.ports.grpc}"
-    replay = Replay(address, load_trace(duration_s), VOCAB_SIZE)
+    replay = Replay(address, load_trace(duration_s, requests), VOCAB_SIZE)
     async with grpc.aio.insecure_channel(address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         await _wait_ready(stack, stub)
@@ -66,6 +67,12 @@ async def _run(stack: Stack, duration_s: float, *, keep: bool) -> int:
     return int(any(result.error is not None for result in replay.results))
 
 
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
 def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
@@ -73,13 +80,16 @@ def main() -> int:
     parser.add_argument("--protocol", choices=("tokenspeed", "vllm"), default="tokenspeed")
     parser.add_argument("--backend", default="synthetic", help="engine backend of the ranks")
     parser.add_argument("--seconds", type=float, default=15.0, help="how long the arrivals take")
+    parser.add_argument("--requests", type=_count, help="how many of the traced requests; without it all of them")
     options = parser.parse_args()
+    # `kill` and Ctrl-C end it in the same way: with its processes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with (
         tempfile.TemporaryDirectory(prefix="rankgate-demo-") as directory,
         Stack(Path(directory), options.protocol, options.backend) as stack,
     ):
         try:
-            return asyncio.run(_run(stack, options.seconds, keep=options.keep))
+            return asyncio.run(_run(stack, options.seconds, options.requests, keep=options.keep))
         except KeyboardInterrupt:
             return 0
         except RuntimeError as error:

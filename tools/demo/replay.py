@@ -85,10 +85,11 @@ class Replay:
 
 
 def load_trace(duration_s: float, limit: int | None = None) -> list[Job]:
-    """The slice, compressed so that its arrivals take `duration_s` seconds."""
+    """The slice (its first `limit` requests), compressed so that its arrivals take `duration_s` seconds."""
     with TRACE.open() as file:
         rows = list(csv.DictReader(file))[:limit]
-    factor = duration_s / float(rows[-1]["arrival_s"])
+    # A slice that is one moment long can't be stretched.
+    factor = duration_s / (float(rows[-1]["arrival_s"]) or duration_s)
     return [Job(float(row["arrival_s"]) * factor, int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
 
 

@@ -51,9 +51,7 @@ def summary(results: list[Result], wall_s: float, metrics_text: str) -> list[str
     for name, values in series.items():
         lines.append(f"{name:<6}" + "".join(f"{value * 1e3:9.1f}" for value in percentiles(values)))
     lines += _shares(results)
-    lines.append(
-        f"clamps {_total(metrics_text, 'rankgate_snapshot_clamps_total'):.0f}  errors {sum(errors.values())}"
-    )
+    lines.append(f"clamps {_total(metrics_text, 'rankgate_snapshot_clamps_total'):.0f}  errors {sum(errors.values())}")
     lines += [f"  {count} x {error}" for error, count in errors.most_common(5)]
     return lines
 
