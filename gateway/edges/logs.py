@@ -7,6 +7,9 @@ lines, never a request: losses are counted in `LineLogger.lost`.
 """
 
 import logging
+import os
+import select
+import stat
 import sys
 from datetime import UTC, datetime
 from typing import Any, BinaryIO, ClassVar
@@ -34,24 +37,71 @@ _FAULTS = frozenset(
 """Ends that an operator should look at; they are logged as warnings."""
 
 
+class Outlet:
+    """Writes lines to a stream without ever waiting for its reader: the event loop would wait with it.
+
+    A pipe that is ready takes `PIPE_BUF` bytes without blocking, so a line goes out in such pieces, each after
+    a look. Files and terminals are written to as they are.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._ready = _readiness(stream)
+        self._is_cut = False
+
+    def write(self, line: bytes) -> bool:
+        """Write a line with its newline; False when the stream can't take (all of) it now."""
+        if self._ready is None:
+            self._put(line)
+            return True
+        if self._is_cut:
+            line = b"\n" + line
+        for start in range(0, len(line), select.PIPE_BUF):
+            if not self._ready.poll(0):
+                self._is_cut = self._is_cut or start > 0
+                return False
+            self._put(line[start : start + select.PIPE_BUF])
+        self._is_cut = False
+        return True
+
+    def _put(self, data: bytes) -> None:
+        self._stream.write(data)
+        self._stream.flush()
+
+
+def _readiness(stream: BinaryIO) -> "select.poll | None":
+    """A poll object for streams whose reader can make a writer wait; None for all others."""
+    try:
+        number = stream.fileno()
+        mode = os.fstat(number).st_mode
+    except (OSError, ValueError):  # not a system file, or closed
+        return None
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return None
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    return poll
+
+
 class LineLogger:
-    """The innermost logger: writes one encoded line, and never raises for the stream's sake."""
+    """The innermost logger: writes one encoded line, and never raises or waits for the stream's sake."""
 
     lost: ClassVar[int] = 0
-    """Lines that could not be written since start."""
+    """Lines that could not be written (whole) since start."""
 
-    __slots__ = ("_stream", "name")
+    __slots__ = ("_outlet", "name")
 
-    def __init__(self, stream: BinaryIO, name: str = "") -> None:
-        self._stream = stream
+    def __init__(self, outlet: Outlet, name: str = "") -> None:
+        self._outlet = outlet
         self.name = name
 
     def msg(self, line: bytes) -> None:
         """Write `line` and a newline, and flush."""
         try:
-            self._stream.write(line + b"\n")
-            self._stream.flush()
+            is_written = self._outlet.write(line + b"\n")
         except (OSError, ValueError):  # ValueError: the stream was closed
+            is_written = False
+        if not is_written:
             LineLogger.lost += 1
 
     debug = info = warning = error = critical = msg
@@ -84,10 +134,11 @@ def configure(level: LogLevel, log_format: LogFormat, stream: BinaryIO | None = 
     """Set up logging for the process; may be called again. `stream` is stderr unless given."""
     target = sys.stderr.buffer if stream is None else stream
     renderer = _render_json if log_format == "json" else _console_renderer(target)
+    outlet = Outlet(target)
     structlog.configure(
         processors=[renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *names: LineLogger(target, *names[:1]),
+        logger_factory=lambda *names: LineLogger(outlet, *names[:1]),
         # Not cached: a logger made before a second call would keep the first one's level.
         cache_logger_on_first_use=False,
     )

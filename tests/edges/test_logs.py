@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -311,3 +312,34 @@ def test_json_logging_makes_no_console_renderer():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_pipe_that_nobody_reads_costs_lines_and_never_waits():
+    """Without the look before each write this test does not end."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as stream, os.fdopen(reader, "rb") as other_end:
+        logs.configure("info", "json", stream)
+        log = structlog.get_logger("gateway")
+        before = logs.LineLogger.lost
+        for number in range(400):
+            log.info("filler", number=number, text="x" * 1000)
+        assert logs.LineLogger.lost - before > 100
+        os.set_blocking(reader, False)
+        early = other_end.read()
+        log.info("again", text="y" * 9000)
+        late = other_end.read()
+    told = [json.loads(line) for line in (early + late).splitlines() if line.endswith(b"}")]
+    assert [line["number"] for line in told[:-1]] == list(range(len(told) - 1))
+    assert (told[-1]["event"], len(told[-1]["text"])) == ("again", 9000)
+
+
+def test_a_line_that_was_cut_does_not_spoil_the_next():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as stream, os.fdopen(reader, "rb") as other_end:
+        logs.configure("info", "json", stream)
+        log = structlog.get_logger("gateway")
+        log.info("long", text="z" * 200_000)
+        os.set_blocking(reader, False)
+        other_end.read()
+        log.info("next")
+        assert json.loads(other_end.read().splitlines()[-1])["event"] == "next"
