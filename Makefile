@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PYTHON ?= python3
+TORCH ?= torch==2.13.0
 
-.PHONY: help setup demo test lint types protos bench test-peers docs clean
+.PHONY: help setup setup-torch demo test lint types protos bench test-peers docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +18,9 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
+
+setup-torch: $(STAMP) ## adds torch to .venv, for the torch backend and its tests
+	$(BIN)/python -m pip install --quiet $(TORCH)
 
 demo: $(STAMP) ## gateway + 4 ranks + real traffic on free loopback ports; KEEP=1 stays up, PROTOCOL=vllm|tokenspeed, ENGINE=synthetic
 	$(BIN)/python -m tools.demo $(if $(KEEP),--keep) $(if $(PROTOCOL),--protocol $(PROTOCOL)) $(if $(ENGINE),--backend $(ENGINE))

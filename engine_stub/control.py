@@ -3,11 +3,14 @@
 | request | effect |
 |---|---|
 | `{"op": "state"}` | the state of every rank (`"rank": i` for one) |
+| `{"op": "telemetry"}` | counters, gauges, rates and, if measured, step times of every rank |
+| `{"op": "effective-config"}` | what every rank really runs with; null: not measured or not bounded |
+| `{"op": "events", "id": "..."}` | the event log, of one request or (without `id`) of all; null: not logged |
 | `{"op": "faults", "rank": i, "set": {...}}` | switch fields of `Faults`; without `rank`: on every rank |
 | `{"op": "kill", "rank": i}` | sockets closed, nothing flushed |
 | `{"op": "restart", "rank": i}` | a new, healthy incarnation dials (the reply doesn't wait for it) |
 
-Every reply is `{"ok": true, "ranks": [state, ...]}` or `{"ok": false, "error": "..."}`.
+Every reply is `{"ok": true, "ranks": [...]}`, by default with the state of each rank, or `{"ok": false, "error": "..."}`.
 """
 
 import asyncio
@@ -17,6 +20,7 @@ from typing import Any, Literal, Self
 import msgspec
 import zmq
 
+from engine_stub import views
 from engine_stub.group import StubGroup
 from engine_stub.rank import StubRank
 from engine_stub.sockets import FrameReader, Frames
@@ -27,8 +31,9 @@ LOCAL_PREFIXES = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
 class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request."""
 
-    op: Literal["state", "faults", "kill", "restart"]
+    op: Literal["state", "telemetry", "effective-config", "events", "faults", "kill", "restart"]
     rank: int | None = None
+    id: str | None = None
     set: dict[str, Any] = {}
 
 
@@ -92,7 +97,7 @@ class ControlServer:
                 await _perform(request, rank)
         except (msgspec.MsgspecError, LookupError) as error:
             return ControlReply(ok=False, error=str(error))
-        return ControlReply(ok=True, ranks=[rank.state() for rank in ranks])
+        return ControlReply(ok=True, ranks=[_view(request, rank) for rank in ranks])
 
     def _selected(self, request: ControlRequest) -> list[StubRank]:
         ranks = self._group.ranks
@@ -113,5 +118,17 @@ async def _perform(request: ControlRequest, rank: StubRank) -> None:
             await rank.kill()
         case "restart":
             await rank.restart()
-        case "state":
+        case _:
             pass
+
+
+def _view(request: ControlRequest, rank: StubRank) -> dict[str, Any]:
+    match request.op:
+        case "telemetry":
+            return views.telemetry(rank)
+        case "effective-config":
+            return views.effective(rank)
+        case "events":
+            return views.events(rank, request.id)
+        case _:
+            return views.state(rank)

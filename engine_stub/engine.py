@@ -5,23 +5,28 @@ inbox for the next step, as in the real engines, so a load report doesn't know t
 once. Terminal rows of refused requests ride on the next batch.
 """
 
-from collections import OrderedDict
+import logging
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from enum import StrEnum
+from typing import Any
 
+from engine_stub import forwarding
 from engine_stub.backend import Backend
 from engine_stub.config import StubConfig
+from engine_stub.emitting import Emitter
 from engine_stub.faults import Faults, FaultState
+from engine_stub.inbox import Inbox
 from engine_stub.records import Records
-from engine_stub.scheduler import Admission, ForwardOutput, Request, Rows, Scheduler, Sequence, StepPlan
+from engine_stub.reporting import LoadReporter
+from engine_stub.scheduler import Admission, CacheEvent, ForwardOutput, Request, Rows, Scheduler, Sequence, StepPlan
 from engine_stub.scheduler.sequence import Finish
-from engine_stub.spoil import distorted, spoil, spoil_rows
+from engine_stub.telemetry import Telemetry
+from engine_stub.telemetry_log import EventLog, StepTimer
 from engine_stub.wire.codec import Abort, Add, Codec, Consequence, Load, Malformed, Problem, Utility, Wave
 
-ABORT_MEMORY = 4096
-"""Ids of early aborts that are remembered; the oldest goes first."""
-ABORT_MEMORY_S = 60.0
-
+LOG = logging.getLogger("engine_stub")
 Frames = list[bytes]
 ScriptedRow = tuple[str, list[int], Finish]
 """(id, new tokens, finish) of a batch that a test writes."""
@@ -37,35 +42,46 @@ class Fate(StrEnum):
 
 
 class RankEngine:
-    """Scheduler, model, wire and faults of one incarnation of one rank. `now` is monotonic, in s."""
+    """Scheduler, model, wire and faults of one incarnation of one rank. `now` is monotonic, in s.
+
+    `clock` is read only where nobody passes `now`: for step timing, and when the engine is asked
+    between steps.
+    """
 
     def __init__(
-        self, codec: Codec, backend: Backend, config: StubConfig, index: int, records: Records, faults: Faults
+        self,
+        codec: Codec,
+        backend: Backend,
+        config: StubConfig,
+        index: int,
+        records: Records,
+        faults: Faults,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.codec = codec
-        self.scheduler = Scheduler(config.scheduler)
+        self.scheduler = Scheduler(config.scheduler, records_cache_events=config.kv_events.endpoint is not None)
+        self.backend = backend
         self.records = records
         self.fate = Fate.ALIVE
-        self._backend = backend
+        settings = config.telemetry
+        self.telemetry = Telemetry(self.scheduler, backend.info, interval_s=settings.rate_interval_s, now=clock())
+        self.timer = StepTimer(clock) if settings.step_timing else None
+        self.log = EventLog(settings.event_limit, index) if settings.event_log else None
+        self._clock = clock
         self._config = config
         self._index = index
         self._fault_state = FaultState(faults)
-        self._inbox: OrderedDict[str, Add] = OrderedDict()
+        self._inbox = Inbox()
+        self._emitter = Emitter(codec, index, config.wire, records)
         self._pending = Rows()
         self._plan: StepPlan | None = None
         self._output: ForwardOutput | None = None
-        self._report: Load | None = None
-        self._owes_report = False
-        self._early_aborts: OrderedDict[str, float] = OrderedDict()
-        load = config.load
-        self._timing = load.snapshot or codec.default_timing
-        self._semantics = load.semantics or codec.default_semantics
-        self._sends_empty = codec.default_trailing if load.trailing is None else load.trailing
+        self._load = LoadReporter(self.scheduler, config.load, codec)
 
     @property
     def live_ids(self) -> frozenset[str]:
         """Ids that the rank holds: in the inbox, scheduled, or with a last row that is still to be sent."""
-        return self.scheduler.live_ids | self._inbox.keys() | {sequence.id for sequence in self._pending.sequences}
+        return self.scheduler.live_ids | self._inbox.ids | {sequence.id for sequence in self._pending.sequences}
 
     @property
     def faults(self) -> Faults:
@@ -81,6 +97,21 @@ class RankEngine:
         """Whether the rank dies instead of its next step."""
         return self._fault_state.is_dying
 
+    def report(self) -> dict[str, Any]:
+        """Telemetry, JSON-safe; `step_timing` is None when it isn't measured."""
+        return {
+            **self.telemetry.snapshot(self._clock()),
+            "step_timing": None if self.timer is None else self.timer.snapshot(),
+        }
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """What has changed in the prefix cache since the last call; always empty unless events are published."""
+        prefix = self.scheduler.kv.prefix
+        if prefix is None or not prefix.events:
+            return []
+        events, prefix.events = prefix.events, []
+        return events
+
     def receive(self, frames: Frames, now: float) -> list[Frames]:
         """Take one message of the input socket; returns messages to send at once (utility replies)."""
         message = self.codec.decode(frames)
@@ -93,51 +124,54 @@ class RankEngine:
             case Wave():
                 self.records.received_waves.append(message)
             case Utility():
-                return [self.codec.utility_reply(message, self._index, now)]
+                result = self.scheduler.reset_prefix_cache() if message.method == "reset_prefix_cache" else None
+                return [self.codec.utility_reply(message, self._index, now, result)]
             case Malformed():
                 self._bad(message.problem, None)
         return []
 
     def begin(self) -> float | None:
         """Start a step; its modelled duration in ms, or None when there is nothing to do."""
+        if self.timer is not None:
+            self.timer.begin()
         self._drain_inbox()
         if self.faults.silent or self.fate is Fate.DEAD:
             return None
         plan = self.scheduler.plan()
         if plan is None:
             return 0.0 if self._pending.sequences else None
-        if self._timing == "before_commit":
-            self._report = self._sample()
-        self._plan = plan
-        self._output = self._backend.forward(plan)
-        return self._output.duration_ms
+        if self.timer is not None:
+            self.timer.end("schedule")
+        if self.log is not None:
+            self.log.planned(plan, self._clock())
+        self._load.before_commit()
+        self._forward(plan)
+        if self.timer is not None:
+            self.timer.end("forward")
+        return 0.0 if self._output is None else self._output.duration_ms
 
     def finish(self, now: float) -> list[Frames]:
         """Commit the step that was begun; the messages to send."""
-        rows = self._pending
-        self._pending = Rows()
+        is_step = self._plan is not None
+        if self.timer is not None:
+            self.timer.begin()
+        rows, self._pending = self._pending, Rows()
         if self._plan is not None and self._output is not None:
-            fresh = self.scheduler.commit(self._plan, self._output)
+            rows = self._commit(self._plan, self._output, now).followed_by(rows)
             self._plan = self._output = None
-            self.records.steps += 1
-            self._count_tokens(fresh)
-            if self.faults.final_without_tokens:
-                self._defer_finals(fresh)
-            rows = _joined(fresh, rows)
-        if self._timing == "after_commit":
-            self._report = self._sample()
-        if not rows.sequences and not (self._sends_empty and self._report is not None):
-            return []
-        self._owes_report = True
-        return self._encode(rows, now)
+        self._load.after_commit()
+        messages: list[Frames] = []
+        if rows.sequences or self._load.is_due_without_rows:
+            self._load.note_change()
+            messages = self._encode(rows, now)
+        if self.timer is not None and is_step:
+            self.timer.end("distribute")
+        return messages
 
     def run_dry(self, now: float) -> list[Frames]:
         """Called when there is nothing to do: vLLM's one batch without rows after the last activity."""
-        if not (self._owes_report and self._sends_empty) or self._timing == "none":
-            return []
-        self._owes_report = False
-        self._report = self._sample()
-        return self._encode(Rows(), now)
+        messages = self._encode(Rows(), now) if self._load.run_dry() else []
+        return messages + self._emitter.flush()
 
     def abort_all(self, now: float) -> list[Frames]:
         """End everything with an `abort` row, as vLLM does on SIGTERM."""
@@ -163,80 +197,112 @@ class RankEngine:
                 sequence = Sequence(Request(id=request_id, prompt_ids=(), max_tokens=1), -1)
             sequence.output += tokens
             sequence.generated += len(tokens)
+            sequence.reported = sequence.generated
             columns.add(sequence, list(tokens), finish)
             if finish:
                 self.scheduler.abort(request_id)
         self._count_tokens(columns)
-        self.records.batches += 1
-        self.records.reported_loads.append(load)
-        return self.codec.encode(columns, load, self._index, self.faults.wire or self._config.wire, now)
+        return self._emitter.scripted(columns, load, self._fault_state, now)
+
+    # Steps.
+
+    def _forward(self, plan: StepPlan) -> None:
+        """Compute a step; what fails in it ends with `error` rows."""
+        outcome = forwarding.run(self.backend, plan)
+        self._plan, self._output = outcome.plan, outcome.output
+        if outcome.failed is not None:
+            failed = self.scheduler.fail(outcome.failed)
+            ids = [sequence.id for sequence in failed.sequences]
+            LOG.error("forward_failed", exc_info=outcome.error, extra={"rank": self._index, "ids": ids})
+            self._pending = self._pending.followed_by(failed)
+            if self.log is not None:
+                self.log.committed(outcome.failed, failed, self._clock())
+
+    def _commit(self, plan: StepPlan, output: ForwardOutput, now: float) -> Rows:
+        rows = self.scheduler.commit(plan, output)
+        self.records.steps += 1
+        self.telemetry.observe(plan, now)
+        self._count_tokens(rows)
+        if self.log is not None:
+            self.log.committed(plan, rows, now)
+        if "cache_miss" in rows.finishes:
+            ids = [row.id for row, finish in zip(rows.sequences, rows.finishes, strict=True) if finish == "cache_miss"]
+            LOG.info("cache_miss", extra={"rank": self._index, "ids": ids})
+        if self.faults.final_without_tokens:
+            self._defer_finals(rows)
+        return rows
 
     # Inputs.
 
     def _receive_add(self, message: Add, now: float) -> None:
         request = message.request
         self.records.add(request)
-        expiry = self._early_aborts.pop(request.id, None)
+        was_aborted = self._inbox.was_aborted(request.id, now)
         if message.problem is not None:
             self._bad(message.problem, request)
             if message.problem.consequence is not Consequence.SERVED:
                 return
-        if expiry is not None and expiry > now:
+        if was_aborted:
             self._bad(Problem("the id was aborted before", Consequence.REFUSED), request, finish="abort")
-        elif request.id in self._inbox:
-            self._duplicate(request)
+        elif request.id in self._inbox.ids:
+            self.scheduler.admissions[Admission.REJECTED_DUPLICATE] += 1
+            self._refuse(request, Admission.REJECTED_DUPLICATE)
         else:
-            self._inbox[request.id] = message
+            self._inbox.put(message)
 
     def _abort(self, request_id: str, now: float) -> None:
         self.records.abort(request_id)
         if self._fault_state.ignores_abort():
             return
-        self._owes_report = True
-        pending = self._pending
-        if self._inbox.pop(request_id, None) is not None or self.scheduler.abort(request_id):
-            return
-        if any(sequence.id == request_id for sequence in pending.sequences):
-            self._pending = _without(pending, request_id)
+        self._load.note_change()
+        sequence = self.scheduler.sequence(request_id)
+        if self._inbox.remove(request_id) or self.scheduler.abort(request_id):
+            if self.log is not None:
+                self.log.ended(request_id, "abort", 0 if sequence is None else sequence.generated, now)
+        elif any(sequence.id == request_id for sequence in self._pending.sequences):
+            self._pending = self._pending.without(request_id)
         elif self.codec.remembers_aborts:
-            self._early_aborts[request_id] = now + ABORT_MEMORY_S
-            if len(self._early_aborts) > ABORT_MEMORY:
-                self._early_aborts.popitem(last=False)
+            self._inbox.remember_abort(request_id, now)
 
     def _drain_inbox(self) -> None:
-        while self._inbox:
-            _, message = self._inbox.popitem(last=False)
-            request = message.request
-            admission = self.scheduler.submit(request)
-            if admission is Admission.REJECTED_DUPLICATE:
-                self._duplicate(request)
-            elif not admission.is_accepted:
-                self._end_unserved(request, "abort")  # load, not the request's fault
+        for message in self._inbox.drain():
+            admission = self.scheduler.submit(message.request)
+            if not admission.is_accepted:
+                self._refuse(message.request, admission)
 
-    def _duplicate(self, request: Request) -> None:
-        self._bad(Problem("the id is in flight already", self.codec.duplicate_consequence), request)
+    def _refuse(self, request: Request, admission: Admission) -> None:
+        """End a request that admission refused: `abort` when a retry may help, `error` when it never will.
 
-    def _bad(self, problem: Problem, request: Request | None, finish: Finish = "error") -> None:
+        A duplicate is the sender's fault beside that, and may cost more than the request.
+        """
+        self.records.refuse(request.id, admission)
+        LOG.info("request_refused", extra={"rank": self._index, "id": request.id, "reason": admission.value})
+        if self.log is not None:
+            self.log.refused(request.id, admission.value, self._clock())
+        if admission is Admission.REJECTED_DUPLICATE:
+            problem = Problem("the id is in flight already", self.codec.duplicate_consequence)
+            self._bad(problem, request, reason=admission.value)
+        else:
+            is_transient = admission is Admission.REJECTED_QUEUE_FULL
+            self._end_unserved(request, "abort" if is_transient else "error", admission.value)
+
+    def _bad(
+        self, problem: Problem, request: Request | None, finish: Finish = "error", reason: str | None = None
+    ) -> None:
         """Record a bad input and let it have its effect; a kind rank answers instead of dying."""
         self.records.bad_input(problem, None if request is None else request.id)
         kills = problem.consequence in (Consequence.DEAF, Consequence.MUTE, Consequence.DEAD)
         if kills and self._config.strict_vllm:
             self.fate = Fate(problem.consequence.value)
         elif request is not None and problem.consequence is not Consequence.SERVED:
-            self._end_unserved(request, finish)
+            self._end_unserved(request, finish, reason)
 
-    def _end_unserved(self, request: Request, finish: Finish) -> None:
-        self._pending.add(Sequence(request, -1), [], finish)
+    def _end_unserved(self, request: Request, finish: Finish, reason: str | None = None) -> None:
+        sequence = Sequence(request, -1)
+        sequence.reason = reason
+        self._pending.add(sequence, [], finish)
 
     # Outputs.
-
-    def _sample(self) -> Load | None:
-        """The load as the rank sees it at this moment."""
-        scheduler = self.scheduler
-        running, waiting = scheduler.active_count, scheduler.waiting_count
-        if self._semantics == "resident":
-            running += waiting
-        return Load(running, waiting, scheduler.pool.used, scheduler.pool.total)
 
     def _count_tokens(self, rows: Rows) -> None:
         count = sum([len(tokens) for tokens in rows.tokens])
@@ -251,32 +317,4 @@ class RankEngine:
                 rows.finishes[position] = ""
 
     def _encode(self, rows: Rows, now: float) -> list[Frames]:
-        faults, state = self.faults, self._fault_state
-        if faults.drop_tokens_every or faults.never_final:
-            spoil_rows(rows, state)
-        load = None if self._timing == "none" else distorted(self._report, faults)
-        index = self._index if faults.engine_index is None else faults.engine_index
-        frames = self.codec.encode(rows, load, index, faults.wire or self._config.wire, now)
-        self.records.batches += 1
-        self.records.reported_loads.append(load)
-        state.batches += 1
-        messages = [frames]
-        if faults.garbage_every and state.batches % faults.garbage_every == 0:
-            messages = spoil(faults.garbage_kind, frames)
-        if faults.duplicate_every and state.batches % faults.duplicate_every == 0:
-            messages.append(frames)
-        return messages
-
-
-def _joined(first: Rows, second: Rows) -> Rows:
-    if not second.sequences:
-        return first
-    return Rows(first.sequences + second.sequences, first.tokens + second.tokens, first.finishes + second.finishes)
-
-
-def _without(rows: Rows, request_id: str) -> Rows:
-    kept = Rows()
-    for sequence, tokens, finish in zip(rows.sequences, rows.tokens, rows.finishes, strict=True):
-        if sequence.id != request_id:
-            kept.add(sequence, tokens, finish)
-    return kept
+        return self._emitter.batch(rows, self._load.latest, self._fault_state, now)

@@ -49,6 +49,9 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         None
     )
     duplicate_every: Annotated[Every | None, Meta(description="every k-th batch is sent twice")] = None
+    reorder_every: Annotated[Every | None, Meta(description="every k-th batch is sent after the one that follows")] = (
+        None
+    )
     slow_handshake_s: Annotated[Seconds, Meta(description="wait before HELLO, and again after INIT")] = 0.0
     swap_ready: Annotated[bool, Meta(description="READY and registration in the other family's order")] = False
     ready_first: Annotated[bool, Meta(description="a READY before the HELLO")] = False

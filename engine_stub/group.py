@@ -7,15 +7,17 @@ from typing import Self
 
 import zmq
 
-from engine_stub.backend import registry
+from engine_stub.backend import Backend, BackendInfo, registry
 from engine_stub.config import Protocol, StubConfig
 from engine_stub.dial import Dialler
+from engine_stub.kv_events import SOCKETS as SOCKETS_FOR_EVENTS
 from engine_stub.rank import RankSettings, StubRank
+from engine_stub.recipe import recipe_fingerprint
 from engine_stub.wire.codec import Codec, RankCard
 from engine_stub.wire.tokenspeed import TokenSpeedCodec
 from engine_stub.wire.vllm import VllmCodec
 
-SOCKETS_PER_RANK = 3
+SOCKETS_PER_RANK = 3 + SOCKETS_FOR_EVENTS
 SPARE_SOCKETS = 64
 MAX_INDEX = 0xFFFF
 """Identities are two bytes."""
@@ -46,13 +48,18 @@ class StubGroup:
         record_limit: int = 1024,
     ) -> None:
         config = config or StubConfig()
-        registry.create(backend, config)  # fails before anything is opened
+        spare = [registry.create(backend, config)]  # fails before anything is opened
+        info = spare[0].info
         if not 0 <= start_index <= start_index + ranks - 1 <= MAX_INDEX:
             raise ValueError(f"engine indexes {start_index}..{start_index + ranks - 1} don't fit two bytes")
         self.protocol = protocol
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_PER_RANK * ranks + SPARE_SOCKETS)
         codec = make_codec(protocol, config)
+
+        def make_backend() -> Backend:
+            return spare.pop() if spare else registry.create(backend, config)
+
         settings = RankSettings(
             dialler=Dialler(
                 context=self._context,
@@ -61,12 +68,20 @@ class StubGroup:
                 output_hwm=codec.default_output_hwm if config.output_hwm is None else config.output_hwm,
                 timeout_s=config.handshake_timeout_s,
             ),
-            make_backend=lambda: registry.create(backend, config),
+            make_backend=make_backend,
             config=config,
             auto_step=auto_step,
             record_limit=record_limit,
         )
-        self.ranks = [StubRank(number, _card(config, start_index + number, ranks), settings) for number in range(ranks)]
+        self.ranks: list[StubRank] = []
+        try:
+            for number in range(ranks):
+                self.ranks.append(StubRank(number, _card(config, info, start_index + number, ranks), settings))
+        except (zmq.ZMQError, ValueError):
+            for rank in self.ranks:
+                rank.close()
+            self._context.term()
+            raise
 
     async def __aenter__(self) -> Self:
         """Start dialling; `ready` waits for the registrations."""
@@ -79,6 +94,8 @@ class StubGroup:
     ) -> None:
         """Kill every rank and let the sockets go."""
         await asyncio.gather(*(rank.kill() for rank in self.ranks))
+        for rank in self.ranks:
+            rank.close()
         await asyncio.to_thread(self._context.term)
 
     async def ready(self, timeout_s: float | None = 30.0) -> None:
@@ -90,7 +107,7 @@ class StubGroup:
         await asyncio.gather(*(rank.shut_down(linger_ms) for rank in self.ranks))
 
 
-def _card(config: StubConfig, index: int, group_size: int) -> RankCard:
+def _card(config: StubConfig, info: BackendInfo, index: int, group_size: int) -> RankCard:
     return RankCard(
         max_model_len=config.max_model_len,
         total_blocks=config.scheduler.total_blocks,
@@ -102,4 +119,5 @@ def _card(config: StubConfig, index: int, group_size: int) -> RankCard:
         max_active=config.scheduler.max_active,
         token_budget=config.scheduler.token_budget,
         instance_id=f"{config.model.name}-{index}-{secrets.token_hex(4)}",
+        recipe_fingerprint=recipe_fingerprint(info),
     )

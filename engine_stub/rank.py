@@ -9,20 +9,19 @@ from typing import Any
 
 import msgspec
 
+from engine_stub import views
 from engine_stub.backend import Backend
 from engine_stub.config import StubConfig
 from engine_stub.dial import Dialler
 from engine_stub.engine import RankEngine, ScriptedRow
 from engine_stub.faults import Faults, changed
+from engine_stub.kv_events import KvEventPublisher
 from engine_stub.records import Records
 from engine_stub.scheduler import Request
 from engine_stub.serving import Serving
 from engine_stub.sockets import Frames
 from engine_stub.wire.codec import SENTINEL, Load, RankCard
 from engine_stub.wire.handshake import HandshakeError
-
-LATEST_BAD_INPUTS = 16
-"""Bad inputs that `state` lists; the count beside them is exact."""
 
 LOG = logging.getLogger("engine_stub")
 
@@ -55,8 +54,15 @@ class StubRank:
         self.phase = RankPhase.DEAD
         self.incarnation = 0
         self.records = Records(settings.record_limit)
-        self._card = card
         self._settings = settings
+        config = settings.config
+        self.kv_events: KvEventPublisher | None = None
+        if config.kv_events.endpoint is not None:
+            self.kv_events = KvEventPublisher(
+                settings.dialler.context, config.kv_events, rank=card.index, block_size=config.scheduler.block_size
+            )
+            card = msgspec.structs.replace(card, kv_events=self.kv_events.ready_config)
+        self._card = card
         self.engine = self._new_engine(settings.config.faults_of(number))
         self._serving: Serving | None = None
         self._dial_task: asyncio.Task[None] | None = None
@@ -99,31 +105,19 @@ class StubRank:
         async with asyncio.timeout(timeout_s):
             await future
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether an incarnation is registered and alive."""
+        return self.phase is RankPhase.SERVING
+
+    @property
+    def config(self) -> StubConfig:
+        """The group's settings."""
+        return self._settings.config
+
     def state(self) -> dict[str, Any]:
         """A JSON-safe picture for the control socket."""
-        scheduler, records = self.engine.scheduler, self.records
-        pool = scheduler.pool
-        return {
-            "rank": self.number,
-            "phase": self.phase.value,
-            "fate": self.engine.fate.value,
-            "incarnation": self.incarnation,
-            "live": sorted(self.live_ids),
-            "active": scheduler.active_count,
-            "waiting": scheduler.waiting_count,
-            "kv_blocks": {"used": pool.used, "total": pool.total, "high_water": pool.high_water},
-            "preemptions": scheduler.preemptions,
-            "steps": records.steps,
-            "batches": records.batches,
-            "tokens_generated": records.tokens,
-            "adds_received": records.adds,
-            "aborts_received": records.aborts,
-            "bad_inputs": {
-                "count": records.bad,
-                "latest": msgspec.to_builtins(list(records.bad_inputs)[-LATEST_BAD_INPUTS:]),
-            },
-            "faults": msgspec.to_builtins(self.faults),
-        }
+        return views.state(self)
 
     # Life cycle.
 
@@ -148,6 +142,11 @@ class StubRank:
         if self._serving is not None:
             self._serving.close(0)
         self._bury()
+
+    def close(self) -> None:
+        """Let go of what outlives an incarnation. The rank can't be started any more."""
+        if self.kv_events is not None:
+            self.kv_events.close()
 
     async def restart(self, faults: Faults | None = None) -> None:
         """Dial again as a new incarnation, healthy unless told otherwise; `ready` waits for its registration."""
@@ -224,10 +223,12 @@ class StubRank:
             sockets,
             time_scale=self._settings.config.time_scale,
             auto_step=self._settings.auto_step,
-            on_change=self._notify,
+            on_change=self._on_change,
             on_death=self._on_death,
         )
         self.phase = RankPhase.SERVING
+        if self.kv_events is not None:
+            self.kv_events.start_incarnation()
         LOG.info("rank_registered", extra={"rank": self.number, "incarnation": self.incarnation})
         self._serving.apply(self.faults)
         self._notify()
@@ -238,6 +239,11 @@ class StubRank:
             task.cancel()
             await asyncio.wait([task])
             self._dial_task = None
+
+    def _on_change(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.publish(self.engine.take_cache_events())
+        self._notify()
 
     def _on_death(self) -> None:
         LOG.warning("rank_died", extra={"rank": self.number, "incarnation": self.incarnation})

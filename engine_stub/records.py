@@ -1,9 +1,10 @@
 """What a rank remembers of its traffic, for tests and the control socket. Counts are exact, lists are bounded."""
 
-from collections import deque
+from collections import Counter, deque
 
 import msgspec
 
+from engine_stub.scheduler.plan import Admission
 from engine_stub.scheduler.sequence import Request
 from engine_stub.wire.codec import Consequence, Load, Problem, Wave
 
@@ -16,6 +17,13 @@ class BadInput(msgspec.Struct, frozen=True):
     request_id: str | None
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """One request that admission refused."""
+
+    request_id: str
+    reason: Admission
+
+
 class Records:
     """Counters over all incarnations of a rank, and its latest inputs and reports (`limit` of each)."""
 
@@ -26,9 +34,11 @@ class Records:
         self.steps = 0
         self.tokens = 0
         self.bad = 0
+        self.refused: Counter[Admission] = Counter()
         self.received_adds: deque[Request] = deque(maxlen=limit)
         self.received_aborts: deque[str] = deque(maxlen=limit)
         self.received_waves: deque[Wave] = deque(maxlen=limit)
+        self.refusals: deque[Refusal] = deque(maxlen=limit)
         self.bad_inputs: deque[BadInput] = deque(maxlen=limit)
         self.reported_loads: deque[Load | None] = deque(maxlen=limit)
 
@@ -46,3 +56,8 @@ class Records:
         """An input had a problem."""
         self.bad += 1
         self.bad_inputs.append(BadInput(problem.reason, problem.consequence, request_id))
+
+    def refuse(self, request_id: str, reason: Admission) -> None:
+        """Admission refused a request."""
+        self.refused[reason] += 1
+        self.refusals.append(Refusal(request_id, reason))

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from engine_stub.backend import BackendInfo
 from engine_stub.scheduler.plan import ForwardOutput, StepPlan, TopLogprobs
 from engine_stub.scheduler.sequence import Sequence
 from engine_stub.tokens import checksum, expected_top_logprobs, generate, usable_ids
@@ -58,10 +59,29 @@ class SyntheticBackend:
 
     name = "synthetic"
 
-    def __init__(self, *, vocab_size: int, excluded: tuple[int, ...] = (), step_time: StepTime | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        excluded: tuple[int, ...] = (),
+        step_time: StepTime | None = None,
+        kv_bytes_per_token: int = 131_072,
+    ) -> None:
         self._usable, self._skipped = usable_ids(vocab_size, excluded)
         self._vocab_size = vocab_size
         self._step_time = step_time or StepTime()
+        self._info = BackendInfo(
+            name=self.name,
+            numerics="modelled",
+            batch_invariant=True,
+            kv_bytes_per_token=kv_bytes_per_token,
+            recipe={"stream": "crc32", "vocab_size": vocab_size, "excluded": list(self._skipped)},
+        )
+
+    @property
+    def info(self) -> BackendInfo:
+        """See `Backend.info`; there are no weights to measure."""
+        return self._info
 
     def forward(self, plan: StepPlan) -> ForwardOutput:
         """See `Backend.forward`."""

@@ -3,12 +3,17 @@
 from engine_stub.scheduler.blocks import BlockPool
 from engine_stub.scheduler.config import KvAdmission, SchedulerConfig
 from engine_stub.scheduler.machine import Scheduler
-from engine_stub.scheduler.plan import Admission, ForwardOutput, PrefillChunk, Rows, StepPlan
-from engine_stub.scheduler.sequence import Finish, Phase, Request, Sequence
+from engine_stub.scheduler.plan import Admission, ForwardOutput, PrefillChunk, Rows, StepItem, StepPlan
+from engine_stub.scheduler.prefix import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+from engine_stub.scheduler.sequence import Finish, Phase, Request, Sampling, Sequence
 
 __all__ = [
     "Admission",
+    "AllBlocksCleared",
     "BlockPool",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheEvent",
     "Finish",
     "ForwardOutput",
     "KvAdmission",
@@ -16,8 +21,10 @@ __all__ = [
     "PrefillChunk",
     "Request",
     "Rows",
+    "Sampling",
     "Scheduler",
     "SchedulerConfig",
     "Sequence",
+    "StepItem",
     "StepPlan",
 ]

@@ -6,23 +6,23 @@ Rules that the tests hold it to:
 
 * every decoding sequence gets a row in every step while the decode set fits the caps; when it doesn't,
   the set rotates so that nobody starves;
-* a sequence prefilled in one step first decodes in the next; the last prefill chunk yields a token;
+* a sequence prefilled in one step first decodes in the next; the last prefill chunk yields a token, a
+  chunk before it yields nothing;
 * a slot freed in one step is filled at the start of the next; joins are FIFO;
 * scheduled tokens never exceed the token budget; used blocks never exceed the pool;
 * a preempted sequence keeps its output, rejoins at the head of the queue and recomputes its text; a
   step that preempted starts nothing new (otherwise the newcomers are the next victims).
 """
 
-from collections import OrderedDict
+from collections import Counter
 
-from engine_stub.scheduler.blocks import BlockPool
+from engine_stub.scheduler.admission import never_fits, place_for
+from engine_stub.scheduler.chunks import choose_chunks
 from engine_stub.scheduler.config import SchedulerConfig
-from engine_stub.scheduler.plan import Admission, ForwardOutput, PrefillChunk, Rows, StepPlan, TopLogprobs
+from engine_stub.scheduler.kv import KvStore
+from engine_stub.scheduler.places import Places
+from engine_stub.scheduler.plan import Admission, ForwardOutput, Rows, StepPlan, TopLogprobs
 from engine_stub.scheduler.sequence import Finish, Phase, Request, Sequence
-
-# Share of the pool that stays free when an optimistic scheduler starts a sequence beside running ones;
-# without headroom the newcomer is preempted by its neighbours' next block.
-WATERMARK = 0.01
 
 # Plain names: an enum attribute costs a metaclass lookup, and these are read for every row.
 _DECODING = Phase.DECODING
@@ -32,89 +32,123 @@ _PREFILLING = Phase.PREFILLING
 class Scheduler:
     """One rank's queue, slots and KV pool. Pure; single-threaded."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, records_cache_events: bool = False) -> None:
         self.config = config
-        self.pool = BlockPool(config.total_blocks)
+        self.kv = KvStore(config, records_events=records_cache_events)
+        self.pool = self.kv.pool
         self.steps = 0
+        self.short_cuts = 0
         self.preemptions = 0
-        self._live: dict[str, Sequence] = {}
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._prefilling: dict[str, Sequence] = {}
-        self._decoding: dict[str, Sequence] = {}
+        self.admissions: Counter[Admission] = Counter()
+        self.finishes: Counter[Finish] = Counter()
+        self._places = Places()
+        self._evicted: list[Sequence] = []
+        self._activated: list[Sequence] = []
+        self._preempted: list[Sequence] = []
         self._submitted = 0
         self._rotation = 0
         self._hold = config.hold_until_queued
+        self._active_cap = config.active_cap
+        self._starts_at_prefill = config.kv_admission == "single"
         self._has_preempted = False
+        self._is_head_blocked = False
+        self._has_lost_rows = False
         caps = [cap for cap in (config.max_batch_size, config.token_budget) if cap is not None]
         self._max_decodes = min(caps) if caps else config.max_active
 
     @property
     def live_ids(self) -> frozenset[str]:
         """Ids that are waiting, prefilling or decoding."""
-        return frozenset(self._live)
+        return frozenset(self._places.live)
 
     @property
     def live_count(self) -> int:
         """How many sequences are live."""
-        return len(self._live)
+        return len(self._places.live)
 
     @property
     def active_count(self) -> int:
         """Sequences that hold a slot."""
-        return len(self._prefilling) + len(self._decoding)
+        return self._places.active_count
 
     @property
     def waiting_count(self) -> int:
         """Sequences that wait for a slot, preempted ones included."""
-        return len(self._waiting)
+        return len(self._places.waiting)
 
     def sequence(self, request_id: str) -> Sequence | None:
         """The live sequence of an id."""
-        return self._live.get(request_id)
+        return self._places.live.get(request_id)
 
     def submit(self, request: Request) -> Admission:
-        """Accept a request or say why not; a refused one leaves no trace."""
+        """Accept a request or say why not; a refused one leaves no trace but its count."""
         admission = self._judge(request)
+        self.admissions[admission] += 1
         if admission.is_accepted:
-            sequence = Sequence(request, self._submitted)
+            self._places.enter(Sequence(request, self._submitted))
             self._submitted += 1
-            self._live[request.id] = sequence
-            self._waiting[request.id] = sequence
+            if self._starts_at_prefill and admission is Admission.ADMITTED and not self.config.recycle_batch:
+                self._promote()
         return admission
 
     def abort(self, request_id: str) -> bool:
         """End a live request now and free its blocks; False for an unknown id (idempotent)."""
-        sequence = self._live.get(request_id)
+        sequence = self.sequence(request_id)
         if sequence is None:
             return False
-        self._end(sequence)
+        self._end(sequence, "abort")
         return True
+
+    def fail(self, plan: StepPlan) -> Rows:
+        """End what a failed step would have computed, each with an `error` row; everything else goes on."""
+        rows = self._start_rows()
+        for sequence in [*plan.decodes, *(chunk.sequence for chunk in plan.prefills)]:
+            if sequence.phase in (_DECODING, _PREFILLING):
+                self._end(sequence, "error")
+                rows.add(sequence, sequence.unreported(), "error")
+        return rows
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False while sequences hold KV."""
+        return self.kv.prefix is None or self.kv.prefix.reset(self.pool)
 
     def plan(self) -> StepPlan | None:
         """Choose the next step; None when there is nothing to run. Takes the blocks that the step writes."""
-        self._has_preempted = False
+        places, config = self._places, self.config
+        self._has_preempted = self._has_lost_rows = False
+        if not places.live:
+            places.slots.end_batch()
+            self._activated.clear()
+        if len(places.decoding) == 1 == len(places.live) and not config.force_batched:
+            return self._plan_alone()
         decodes = self._plan_decodes()
-        while not decodes and self._has_preempted and self._decoding:
+        while not decodes and self._has_preempted and places.decoding:
             # A truncated decode set preempted all of itself; those outside it have the room now.
             decodes = self._plan_decodes()
         if not self._has_preempted:
             self._promote()
-        budget = self.config.token_budget
-        prefills = self._plan_prefills(None if budget is None else budget - len(decodes))
+        left = None if config.token_budget is None else config.token_budget - len(decodes)
+        prefills = choose_chunks(places.prefilling.values(), config, left, self._start_late)
         if not decodes and not prefills:
             return None
+        rows = sum(1 for chunk in prefills if chunk.is_last) if config.prefill_before_decode else 0
         return StepPlan(
             decodes=decodes,
             prefills=prefills,
-            prefill_tokens=sum(chunk.count for chunk in prefills),
+            prefill_tokens=sum(chunk.count for chunk in prefills) - rows,
             context_tokens=sum([sequence.computed for sequence in decodes]),
             prefill_context=sum(chunk.count * (chunk.start + (chunk.count + 1) / 2) for chunk in prefills),
+            decode_rows=len(decodes) + rows,
+            activated=_taken(self._activated),
+            preempted=_taken(self._preempted),
+            waiting=len(places.waiting),
         )
 
     def commit(self, plan: StepPlan, output: ForwardOutput) -> Rows:
         """Apply a step: store tokens, end what is done, return the rows to send."""
-        rows = Rows()
+        rows = self._start_rows()
         self.steps += 1
+        self.kv.store(self._stored(plan))
         add_row, add_tokens, add_finish = rows.sequences.append, rows.tokens.append, rows.finishes.append
         logprobs = output.decode_logprobs or [None] * len(plan.decodes)
         for sequence, token, top in zip(plan.decodes, output.decode_tokens, logprobs, strict=True):
@@ -123,7 +157,7 @@ class Scheduler:
             sequence.computed += 1
             generated = sequence.generated + 1
             if sequence.is_plain and generated < sequence.limit:  # what `_append` does, without the questions
-                sequence.generated = generated
+                sequence.generated = sequence.reported = generated
                 sequence.output.append(token)
                 add_row(sequence)
                 add_tokens([token])
@@ -136,81 +170,68 @@ class Scheduler:
             if sequence.phase is not _PREFILLING:
                 continue
             sequence.computed += chunk.count
+            self.kv.remember(sequence)
             if chunk.is_last:
                 assert first is not None, "the model yields a token for a sequence's last chunk"
-                sequence.phase = _DECODING
-                del self._prefilling[sequence.id]
-                self._decoding[sequence.id] = sequence
+                self._places.start_decoding(sequence)
                 self._append(sequence, first, top, rows)
         return rows
 
     def check(self) -> None:
-        """Assert the invariants: every live id in exactly one place, blocks accounted for."""
-        active = [*self._prefilling.values(), *self._decoding.values()]
-        assert len(active) <= self.config.max_active
-        assert len(self._live) == len(active) + len(self._waiting)
-        assert self.pool.used == sum(len(sequence.blocks) for sequence in active)
-        assert self.pool.promised == sum(sequence.promised for sequence in active)
-        assert 0 <= self.pool.available <= self.pool.total
-        assert self.pool.high_water <= self.pool.total
-        for sequence in active:
-            assert sequence.computed <= sequence.capacity
-        for sequence in self._waiting.values():
-            assert not sequence.blocks
-            assert not sequence.promised
-        for sequence in self._decoding.values():
-            assert sequence.computed == sequence.prompt_len + sequence.generated - 1
+        """Assert the invariants: places, slots, blocks, references and token counts."""
+        self._places.check(self._active_cap)
+        self.kv.check(self._places.active)
 
     # Admission.
 
     def _judge(self, request: Request) -> Admission:
         """Permanent refusals first, so that one is never reported as transient."""
-        if request.id in self._live:
+        places = self._places
+        if request.id in places.live:
             return Admission.REJECTED_DUPLICATE
-        if self._blocks_for(len(request.prompt_ids) + request.max_tokens - 1) > self.pool.total:
-            return Admission.REJECTED_KV_BUDGET
-        queued = len(self._waiting) - (self.config.max_active - self.active_count)
-        if queued < 0:
-            return Admission.ADMITTED
-        depth = self.config.max_queue_depth
-        return Admission.QUEUED if depth is None or queued < depth else Admission.REJECTED_QUEUE_FULL
+        refusal = never_fits(request, self.config)
+        if refusal is not None:
+            return refusal
+        free = 0 if self._is_head_blocked and places.waiting else self._active_cap - places.active_count
+        place = place_for(self.config, waiting=len(places.waiting), free_slots=free)
+        return Admission.QUEUED if self._hold and place is Admission.ADMITTED else place
 
     def _promote(self) -> None:
         """Give free slots to the head of the queue while its KV fits; strictly FIFO."""
+        places = self._places
+        self._is_head_blocked = False
         if self._hold:
-            if len(self._waiting) < self._hold:
+            if len(places.waiting) < self._hold:
                 return
             self._hold = 0
-        while self._waiting and self.active_count < self.config.max_active:
-            sequence = next(iter(self._waiting.values()))
-            if not self._take_prompt_blocks(sequence):
+        joins_left = self.config.max_prefills_per_tick if self.config.recycle_batch else None
+        while places.waiting and places.active_count < self._active_cap:
+            if joins_left is not None and not places.slots.has_done:
+                if not joins_left:
+                    return
+                joins_left -= 1
+            if not self._starts_at_prefill and not self.kv.start(places.head, is_alone=not places.active_count):
+                self._is_head_blocked = True
                 return
-            self._waiting.popitem(last=False)
-            sequence.phase = _PREFILLING
-            self._prefilling[sequence.id] = sequence
+            self._activated.append(places.start_head())
 
-    def _take_prompt_blocks(self, sequence: Sequence) -> bool:
-        """Blocks for all text that must be computed, and in `reserve` mode the promise of the rest."""
-        needed = self._blocks_for(sequence.target)
-        if self.config.kv_admission == "reserve":
-            worst = self._blocks_for(sequence.prompt_len + sequence.limit - 1)
-            if worst > self.pool.available:
-                return False
-            sequence.promised = worst - needed
-            sequence.blocks = self.pool.take(needed)
-            self.pool.promise(sequence.promised)
-        else:
-            headroom = int(self.pool.total * WATERMARK) if self.active_count else 0
-            if needed + headroom > self.pool.available:
-                return False
-            sequence.blocks = self.pool.take(needed)
-        sequence.capacity = needed * self.config.block_size
-        return True
+    def _start_late(self, sequence: Sequence) -> bool:
+        """`single`: blocks for a prompt whose turn has come; it waits while others hold them."""
+        return not self._has_preempted and self.kv.start(sequence, is_alone=False)
 
-    # Planning.
+    # Decodes.
+
+    def _plan_alone(self) -> StepPlan:
+        """The step of one sequence that decodes while nothing waits: it can't be preempted or joined."""
+        (sequence,) = self._places.decoding.values()
+        if sequence.computed == sequence.capacity:
+            has_room = self.kv.grow(sequence)
+            assert has_room, "admission checked that a sequence fits alone"
+        self.short_cuts += 1
+        return StepPlan([sequence], [], 0, sequence.computed, 0, 1, _taken(self._activated))
 
     def _plan_decodes(self) -> list[Sequence]:
-        candidates = list(self._decoding.values())
+        candidates = list(self._places.decoding.values())
         if len(candidates) > self._max_decodes:
             start = self._rotation % len(candidates)
             candidates = (candidates[start:] + candidates[:start])[: self._max_decodes]
@@ -227,86 +248,65 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """One more block, if need be from the youngest; False when the sequence itself was the youngest."""
-        if sequence.promised:
-            sequence.promised -= 1
-            sequence.blocks += self.pool.take_promised(1)
-        else:
-            while not self.pool.available:
-                active = [*self._decoding.values(), *self._prefilling.values()]
-                victim = max(active, key=lambda candidate: candidate.order)
+        while not self.kv.grow(sequence):
+            holders = [holder for holder in self._places.active if holder.blocks]
+            victim = max(holders, key=lambda holder: holder.order)
+            self._has_preempted = True
+            if self._starts_at_prefill:
+                self._evict(victim)
+            else:
                 self._preempt(victim)
-                if victim is sequence:
-                    return False
-            sequence.blocks += self.pool.take(1)
-        sequence.capacity += self.config.block_size
+            if victim is sequence:
+                return False
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._leave_slot(sequence)
-        sequence.phase = Phase.WAITING
-        sequence.computed = 0
+        self.kv.release(sequence)
+        self._places.requeue(sequence)
         sequence.target = sequence.prompt_len + sequence.generated
-        self._waiting[sequence.id] = sequence
-        self._waiting.move_to_end(sequence.id, last=False)
-        self._has_preempted = True
+        self._preempted.append(sequence)
         self.preemptions += 1
 
-    def _plan_prefills(self, budget: int | None) -> list[PrefillChunk]:
-        """Chunks in slot order (unfinished prompts come first) within what the decodes left over."""
-        config = self.config
-        room = min((cap for cap in (budget, config.max_prefill_tokens_per_tick) if cap is not None), default=None)
-        chunks: list[PrefillChunk] = []
-        for sequence in self._prefilling.values():
-            if len(chunks) == config.max_prefills_per_tick or room == 0:
-                break
-            left = sequence.target - sequence.computed
-            count = min(cap for cap in (left, room, config.prefill_chunk_size) if cap is not None)
-            chunks.append(PrefillChunk(sequence, sequence.computed, count, count == left))
-            if room is not None:
-                room -= count
-        return chunks
+    def _evict(self, sequence: Sequence) -> None:
+        """Take a sequence's KV for good; its row goes out with this step."""
+        self._end(sequence, "cache_miss")
+        sequence.reason = "cache_miss"
+        self._evicted.append(sequence)
 
     # Progress and end.
 
+    def _start_rows(self) -> Rows:
+        """The rows of a step, those of sequences that it evicted first."""
+        rows = Rows()
+        for sequence in _taken(self._evicted):
+            rows.add(sequence, sequence.unreported(), "cache_miss")
+        return rows
+
+    def _stored(self, plan: StepPlan) -> int:
+        """Positions that the step has stored for sequences that are still there."""
+        if not self._has_lost_rows:
+            return len(plan.decodes) + sum(chunk.count for chunk in plan.prefills)
+        return sum(1 for sequence in plan.decodes if sequence.phase is _DECODING) + sum(
+            chunk.count for chunk in plan.prefills if chunk.sequence.phase is _PREFILLING
+        )
+
     def _append(self, sequence: Sequence, token: int, top: TopLogprobs | None, rows: Rows) -> None:
-        """One new token of a sequence: record it, see whether it is the last, report it when a row is due."""
-        sequence.output.append(token)
-        generated = sequence.generated + 1
-        sequence.generated = generated
-        if sequence.logprobs is not None:
-            sequence.logprobs.append(top or [])
-        finish: Finish = ""
-        if token in sequence.stops and generated >= sequence.min_tokens:
-            finish = "stop"
-            sequence.stop_token = token
-        elif generated >= sequence.limit:
-            finish = "length"
+        """One new token of a sequence: record it, end what is done, report it when a row is due."""
+        finish = sequence.append(token, top)
         if finish:
-            self._end(sequence)
-        elif sequence.interval != 1 and generated != 1 and generated % sequence.interval:
-            return
-        if sequence.interval == 1:
-            rows.add(sequence, [token], finish)
-        else:
-            rows.add(sequence, sequence.output[sequence.reported :], finish)
-        sequence.reported = generated
+            self._end(sequence, finish)
+        if sequence.is_due(finish):
+            rows.add(sequence, sequence.unreported(), finish)
 
-    def _end(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.WAITING:
-            del self._waiting[sequence.id]
-        else:
-            self._leave_slot(sequence)
-        del self._live[sequence.id]
-        sequence.phase = Phase.ENDED
+    def _end(self, sequence: Sequence, finish: Finish) -> None:
+        self.kv.release(sequence)
+        self._places.leave(sequence)
+        self.finishes[finish] += 1
+        self._has_lost_rows = True
 
-    def _leave_slot(self, sequence: Sequence) -> None:
-        """Free the slot and every block, stored or promised."""
-        slots = self._decoding if sequence.phase is _DECODING else self._prefilling
-        del slots[sequence.id]
-        self.pool.give_back(sequence.blocks, sequence.promised)
-        sequence.blocks = []
-        sequence.capacity = 0
-        sequence.promised = 0
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.block_size)
+def _taken(sequences: list[Sequence]) -> list[Sequence]:
+    """What a note holds; it is empty afterwards."""
+    taken = sequences[:]
+    sequences.clear()
+    return taken

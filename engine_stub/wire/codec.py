@@ -108,6 +108,10 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True):
     max_active: int
     token_budget: int | None
     instance_id: str
+    recipe_fingerprint: str | None = None
+    """Of weights and configuration; no key of the real engines, so it is left out when there is none."""
+    kv_events: dict[str, Any] | None = None
+    """Where the rank publishes KV events; None: nowhere."""
 
 
 class Codec(Protocol):
@@ -141,6 +145,6 @@ class Codec(Protocol):
         """Frames of one batch. `now` is the engine's monotonic clock in s."""
         ...
 
-    def utility_reply(self, call: Utility, index: int, now: float) -> list[bytes]:
-        """Frames that answer a utility call."""
+    def utility_reply(self, call: Utility, index: int, now: float, result: object = None) -> list[bytes]:
+        """Frames that answer a utility call; without a result, what a healthy engine says by default."""
         ...

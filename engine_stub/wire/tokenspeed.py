@@ -13,7 +13,7 @@ import msgspec
 from engine_stub.config import LoadSemantics, SnapshotTiming, StubConfig
 from engine_stub.faults import WireForm
 from engine_stub.scheduler.plan import Rows
-from engine_stub.scheduler.sequence import NO_IDS, Finish, Request, Sequence
+from engine_stub.scheduler.sequence import NO_IDS, Finish, Request, Sampling, Sequence
 from engine_stub.wire.codec import (
     ABORT,
     ADD,
@@ -138,9 +138,17 @@ class ReadyResponse(msgspec.Struct, kw_only=True):
     kv_cache_size_tokens: int | None = None
     kv_cache_max_concurrency: float | None = None
     kv_events_config: dict[str, Any] | None = None
+    recipe_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
 
 
-_FINISH: dict[Finish, str] = {"": "", "stop": "stop", "length": "length", "abort": "abort", "error": "abort"}
+_FINISH: dict[Finish, str] = {
+    "": "",
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    "error": "abort",
+    "cache_miss": "abort",
+}
 _EMPTY: list[Any] = []
 
 
@@ -182,6 +190,8 @@ class TokenSpeedCodec:
                 max_num_batched_tokens=card.token_budget or 0,
                 instance_id=card.instance_id,
                 kv_cache_size_tokens=card.capacity_tokens,
+                kv_events_config=card.kv_events,
+                recipe_fingerprint=card.recipe_fingerprint or msgspec.UNSET,
             )
         )
 
@@ -213,7 +223,7 @@ class TokenSpeedCodec:
             [_FINISH[finish] for finish in rows.finishes],
             [sequence.prompt_len for sequence in sequences],
             [sequence.generated for sequence in sequences],
-            [0] * len(sequences),
+            [sequence.cached_tokens or 0 for sequence in sequences],
             values,
             indexes,
             index,
@@ -226,9 +236,9 @@ class TokenSpeedCodec:
             return [self._encode(batch)]
         return [self._encode(("BatchTokenIDOutSlim", *msgspec.structs.astuple(batch))[:size])]
 
-    def utility_reply(self, call: Utility, index: int, now: float) -> list[bytes]:
+    def utility_reply(self, call: Utility, index: int, now: float, result: object = None) -> list[bytes]:
         """This wire has no utility calls, so none is ever decoded."""
-        raise NotImplementedError(call.method, index, now)
+        raise NotImplementedError(call.method, index, now, result)
 
     def _add(self, message: TokenizedGenerateReqInput) -> Message:
         if not isinstance(message.rid, str):
@@ -245,6 +255,8 @@ class TokenSpeedCodec:
             stop_ids=frozenset(params.stop_token_ids or ()),
             seed=params.seed,
             logprobs=0 if message.return_logprob else None,
+            sampling=_sampling(params),
+            uses_prefix_cache=(params.custom_params or {}).get("prefix_cache") is not False,
             row_interval=(params.stream_interval or 1) if message.stream else STREAM_OFF_INTERVAL,
         )
         reason = self._refusal(message)
@@ -267,6 +279,20 @@ class TokenSpeedCodec:
         if message.top_logprobs_num or message.token_ids_logprob or message.logprob_start_len != -1:
             return "top, per-id and prompt logprobs are not on this wire"
         return _refused_sampling(message.sampling_params, vocab_size)
+
+
+def _sampling(params: SamplingParams) -> Sampling:
+    """What the engine makes of the parameters: no temperature, or a negative one, is greedy."""
+    is_warm = params.temperature >= _MIN_NORMALIZED_TEMPERATURE  # false for NaN
+    return Sampling(
+        temperature=params.temperature if is_warm else 0.0,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
 
 
 def _refused_sampling(params: SamplingParams, vocab_size: int) -> str | None:

@@ -123,9 +123,10 @@ class EngineCoreReadyResponse(msgspec.Struct, kw_only=True):
     enable_sleep_mode: bool = False
     supports_draft_weight_updates: bool = False
     effective_attention_block_size: int
+    recipe_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
 
 
-_FINISH: dict[Finish, int | None] = {"": None, "stop": 0, "length": 1, "abort": 2, "error": 3}
+_FINISH: dict[Finish, int | None] = {"": None, "stop": 0, "length": 1, "abort": 2, "error": 3, "cache_miss": 2}
 _UTILITIES: dict[str, object] = {
     "get_supported_tasks": ["generate"],
     "is_sleeping": False,
@@ -173,7 +174,9 @@ class VllmCodec:
                 instance_id=card.instance_id,
                 kv_cache_size_tokens=card.capacity_tokens,
                 kv_cache_max_concurrency=card.capacity_tokens / card.max_model_len,
+                kv_events_config=card.kv_events,
                 effective_attention_block_size=card.block_size,
+                recipe_fingerprint=card.recipe_fingerprint or msgspec.UNSET,
             )
         )
 
@@ -211,11 +214,12 @@ class VllmCodec:
             batch.outputs = [_astuple14(row) for row in outputs]
         return [self._batch(batch, form.vllm_batch), *frames.aux]
 
-    def utility_reply(self, call: Utility, index: int, now: float) -> list[bytes]:
+    def utility_reply(self, call: Utility, index: int, now: float, result: object = None) -> list[bytes]:
         """See `Codec.utility_reply`: `[call id, failure or nil, [type hint, value] or nil]`."""
         reply: list[object]
         if call.method in _UTILITIES:
-            reply = [call.call_id, None, [None, _UTILITIES[call.method]]]
+            value = _UTILITIES[call.method] if result is None else result
+            reply = [call.call_id, None, [None, value]]
         else:
             failure = f"Call to {call.method} method failed: the stub's engine core has no such method"
             reply = [call.call_id, failure, None]
@@ -230,16 +234,19 @@ def _full_row(sequence: Sequence, tokens: list[int], finish: Finish, now: float,
     row = EngineCoreOutput(sequence.id, tokens, finish_reason=_FINISH[finish])
     if sequence.generated == 1:
         row.events = [{"type": 1, "timestamp": now}, {"type": 2, "timestamp": now}]  # queued, scheduled
+        cached = sequence.cached_tokens or 0
         row.prefill_stats = {
             "num_prompt_tokens": sequence.prompt_len,
-            "num_computed_tokens": sequence.prompt_len,
-            "num_cached_tokens": 0,
-            "num_local_cached_tokens": 0,
+            "num_computed_tokens": sequence.prompt_len - cached,
+            "num_cached_tokens": cached,
+            "num_local_cached_tokens": cached,
             "num_external_cached_tokens": 0,
             "num_cache_creation_tokens": 0,
         }
     if finish == "stop" and sequence.stop_token not in sequence.request.eos_ids:
         row.stop_reason = sequence.stop_token  # nil when the EOS id ended it
+    elif finish and sequence.reason is not None:
+        row.stop_reason = sequence.reason  # a real engine core says nothing here; a string is legal
     if sequence.logprobs is not None and tokens:
         row.new_logprobs = _logprobs(sequence.logprobs[sequence.generated - len(tokens) :], frames)
     return row
@@ -269,7 +276,7 @@ def _stats(load: Load, rows: Rows) -> Any:
             "reset": False,
             "requests": len(started),
             "queries": sum(sequence.prompt_len for sequence in started),
-            "hits": 0,
+            "hits": sum(sequence.cached_tokens or 0 for sequence in started),
             "preempted_requests": 0,
             "preempted_queries": 0,
             "preempted_hits": 0,

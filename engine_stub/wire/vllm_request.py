@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from engine_stub.config import StubConfig
-from engine_stub.scheduler.sequence import NO_IDS, Request
+from engine_stub.scheduler.sequence import NO_IDS, Request, Sampling
 from engine_stub.wire.codec import Add, Consequence, Problem
 
 _GREEDY_BELOW = 1e-5
@@ -42,6 +42,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
     structured_outputs: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
     eos_token_id: int | None = msgspec.field(default=None, name="_eos_token_id")
     all_stop_token_ids: list[int] | None = msgspec.field(default=None, name="_all_stop_token_ids")
 
@@ -87,8 +88,24 @@ def to_add(message: EngineCoreRequest, config: StubConfig) -> Add:
         stop_ids=frozenset(params.stop_token_ids or ()),
         seed=params.seed,
         logprobs=params.logprobs,
+        sampling=_sampling(params),
+        uses_prefix_cache=not params.skip_reading_prefix_cache,
+        cache_salt=message.cache_salt or "",
     )
     return Add(request, _problem(message, config))
+
+
+def _sampling(params: SamplingParams) -> Sampling:
+    is_warm = params.temperature >= _GREEDY_BELOW  # false for NaN
+    return Sampling(
+        temperature=params.temperature if is_warm else 0.0,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
 
 
 def _problem(message: EngineCoreRequest, config: StubConfig) -> Problem | None:

@@ -109,8 +109,8 @@ async def test_control_from_the_command_line():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backend", "torch"], "backend 'torch' is not part of this version; available: synthetic"),
-        (["--profile", "dgr012"], "profile 'dgr012' is not part of this version; available: default"),
+        (["--backend", "gpu"], "backend 'gpu' is not known; available: "),
+        (["--profile", "orca"], "profile 'orca' is not known; available: aprender, default, dgr012, sarathi"),
         (["--control", "tcp://0.0.0.0:1"], "not local"),
         (["--ranks", "2", "--start-index", "65535"], "two bytes"),
         (["--kv-tokens", "4"], "less than one block"),

@@ -94,7 +94,6 @@ def test_excluded_ids_are_the_eos_ids_unless_named():
     assert Model(excluded_token_ids=(7,)).never_emitted == (7,)
 
 
-@pytest.mark.parametrize(("name", "why"), [("numpy", "not part of this version"), ("gpu", "not known")])
-def test_a_backend_that_is_missing_says_so(name, why):
-    with pytest.raises(registry.BackendError, match=f"'{name}' is {why}; available: synthetic"):
-        registry.create(name, StubConfig())
+def test_an_unknown_backend_says_what_there_is():
+    with pytest.raises(registry.BackendError, match=r"'gpu' is not known; available: .*synthetic"):
+        registry.create("gpu", StubConfig())

@@ -7,12 +7,14 @@ import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import grpc
 
+from engine_stub.tokens import expected_tokens
 from gateway.v1 import gateway_pb2, gateway_pb2_grpc
-from tools.demo.replay import Replay, load_trace
+from tools.demo.replay import Replay, load_trace, repeated_prompts
 from tools.demo.report import LiveTable, fetch_metrics, next_steps, summary
 from tools.demo.stack import RANKS, VOCAB_SIZE, Stack
 
@@ -43,13 +45,22 @@ async def _show(stub: "gateway_pb2_grpc.GatewayServiceAsyncStub", replay: Replay
         table.draw(list(answer.ranks), replay)
 
 
-async def _run(stack: Stack, duration_s: float, requests: int | None, *, keep: bool) -> int:
+def _replay(address: str, backend: str, duration_s: float, requests: int | None) -> Replay:
+    """The trace where tokens cost nothing; short prompts, repeated, where every token is computed here."""
+    if backend == "synthetic":
+        expected = partial(expected_tokens, sampling_seed=None, vocab_size=VOCAB_SIZE)
+        return Replay(
+            address, load_trace(duration_s, requests), VOCAB_SIZE, lambda prompt, n: expected(prompt, count=n)
+        )
+    return Replay(address, repeated_prompts(duration_s, requests or 48), VOCAB_SIZE, None)
+
+
+async def _run(stack: Stack, replay: Replay, *, keep: bool) -> int:
     address = f"127.0.0.1:{stack.ports.grpc}"
-    replay = Replay(address, load_trace(duration_s, requests), VOCAB_SIZE)
     async with grpc.aio.insecure_channel(address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         await _wait_ready(stack, stub)
-        print(f"gateway on {address}, {RANKS} ranks READY; replaying {len(replay.jobs)} traced requests", flush=True)
+        print(f"gateway on {address}, {RANKS} ranks READY; sending {len(replay.jobs)} requests", flush=True)
         show = asyncio.create_task(_show(stub, replay, stack))
         begin = time.monotonic()
         try:
@@ -89,7 +100,9 @@ def main() -> int:
         Stack(Path(directory), options.protocol, options.backend) as stack,
     ):
         try:
-            return asyncio.run(_run(stack, options.seconds, options.requests, keep=options.keep))
+            address = f"127.0.0.1:{stack.ports.grpc}"
+            replay = _replay(address, options.backend, options.seconds, options.requests)
+            return asyncio.run(_run(stack, replay, keep=options.keep))
         except KeyboardInterrupt:
             return 0
         except RuntimeError as error:

@@ -4,22 +4,23 @@ import asyncio
 import csv
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import msgspec
 
-from engine_stub.tokens import expected_tokens
 from gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
+Expected = Callable[[list[int], int], list[int]]
 TRACE = Path(__file__).parent.parent / "data" / "azure_conv_slice.csv"
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One traced request: when it arrives (seconds, already compressed) and how long it is (tokens)."""
+    """One request: when it arrives (seconds, already compressed), which prompt it has and how long it is (tokens)."""
 
     arrival_s: float
+    prompt_number: int
     prompt_tokens: int
     output_tokens: int
 
@@ -36,26 +37,32 @@ class Result(msgspec.Struct):
 
 
 class Replay:
-    """The jobs' results as they come in."""
+    """The jobs' results as they come in.
 
-    def __init__(self, address: str, jobs: list[Job], vocab_size: int) -> None:
+    `expected(prompt, count)` gives the tokens that must come back; without it, equal prompts must get equal
+    tokens, whichever rank served them.
+    """
+
+    def __init__(self, address: str, jobs: list[Job], vocab_size: int, expected: Expected | None) -> None:
         self.jobs = jobs
         self.results: list[Result] = []
         self.started = 0
         self._address = address
         self._vocab_size = vocab_size
+        self._expected = expected
+        self._answers: dict[int, list[int]] = {}
 
     async def run(self) -> None:
         """Send every job at its time, open loop, and wait for all of them."""
         async with grpc.aio.insecure_channel(self._address) as channel, asyncio.TaskGroup() as tasks:
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)
             begin = time.monotonic()
-            for number, job in enumerate(self.jobs):
+            for job in self.jobs:
                 await asyncio.sleep(begin + job.arrival_s - time.monotonic())
-                tasks.create_task(self._one(stub, number, job))
+                tasks.create_task(self._one(stub, job))
 
-    async def _one(self, stub: "gateway_pb2_grpc.GatewayServiceAsyncStub", number: int, job: Job) -> None:
-        prompt = _prompt(number, job.prompt_tokens, self._vocab_size)
+    async def _one(self, stub: "gateway_pb2_grpc.GatewayServiceAsyncStub", job: Job) -> None:
+        prompt = _prompt(job.prompt_number, job.prompt_tokens, self._vocab_size)
         request = gateway_pb2.GenerateRequest(
             prompt_token_ids=prompt,
             sampling=gateway_pb2.Sampling(max_tokens=job.output_tokens, ignore_eos=True, temperature=0.0),
@@ -76,12 +83,25 @@ class Replay:
                 if message.HasField("finish"):
                     result.rank = message.finish.rank
             result.e2e_s = last_at - sent_at
-            if received != expected_tokens(prompt, None, job.output_tokens, self._vocab_size):
+            if received != self._right_answer(job, prompt, received):
                 result.error = f"{len(received)} tokens came back, not the {job.output_tokens} that were generated"
         except grpc.aio.AioRpcError as error:
             result.error = f"{error.code().name}: {error.details()}"
         result.tokens = len(received)
         self.results.append(result)
+
+    def _right_answer(self, job: Job, prompt: list[int], received: list[int]) -> list[int]:
+        if self._expected is not None:
+            return self._expected(prompt, job.output_tokens)
+        return self._answers.setdefault(job.prompt_number, received)
+
+
+def repeated_prompts(duration_s: float, requests: int = 48, prompts: int = 6) -> list[Job]:
+    """A few short prompts again and again, for engines that compute every token on this machine's CPU."""
+    return [
+        Job(duration_s * number / requests, number % prompts, 16 + 12 * (number % prompts), 24)
+        for number in range(requests)
+    ]
 
 
 def load_trace(duration_s: float, limit: int | None = None) -> list[Job]:
@@ -90,7 +110,10 @@ def load_trace(duration_s: float, limit: int | None = None) -> list[Job]:
         rows = list(csv.DictReader(file))[:limit]
     # A slice that is one moment long can't be stretched.
     factor = duration_s / (float(rows[-1]["arrival_s"]) or duration_s)
-    return [Job(float(row["arrival_s"]) * factor, int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+    return [
+        Job(float(row["arrival_s"]) * factor, number, int(row["prompt_tokens"]), int(row["output_tokens"]))
+        for number, row in enumerate(rows)
+    ]
 
 
 def percentiles(values: list[float]) -> Iterator[float]:
