@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= torch==2.13.0 triton==3.9.0
 
 .PHONY: help setup setup-torch demo test lint types protos bench test-peers docs clean
 
@@ -42,8 +42,9 @@ types: $(STAMP) ## mypy --strict
 protos: $(STAMP) ## regenerate gateway/v1 from protos/
 	$(BIN)/python -m tools.protos
 
-bench: $(STAMP) ## micro benchmarks and CPU per token; prints ratios
+bench: $(STAMP) ## micro benchmarks, CPU per token, engine steps; prints ratios
 	$(BIN)/python -m tests.bench
+	$(BIN)/engine-stub bench
 
 $(PEERS)/.installed: tests/peers/requirements.lock
 	$(PYTHON) -m venv $(PEERS)

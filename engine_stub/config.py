@@ -96,6 +96,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     numerics: Annotated[
         Literal["exact", "fast"], Meta(description="exact: fixed point, the same bits anywhere; fast: floating point")
     ] = "exact"
+    batch_invariant: Annotated[
+        bool, Meta(description="numerics fast: results that don't depend on the batch; slower")
+    ] = False
     device: Annotated[str, Meta(description="of the torch backend: cpu, cuda, cuda:1, ...")] = "cpu"
 
     @property

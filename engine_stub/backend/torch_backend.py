@@ -33,7 +33,7 @@ def create(config: StubConfig) -> KernelBackend:
     """The backend for one rank; raises `ModelError`."""
     check_device(config.model.device)
     if config.model.numerics == "fast":
-        return fast_backend(config)
+        return fast_backend(config, is_invariant=config.model.batch_invariant)
     return exact_backend("torch", config, shared_weights(config.model))
 
 

@@ -10,8 +10,9 @@ from engine_stub.faults import Faults
 from engine_stub.rank import RankPhase
 from gateway.core.errors import Reason
 from gateway.core.ranks import RankState
+from tests.support.by_hand import held
 from tests.support.calls import Generation, generate, make_prompt, make_request, many_stream
-from tests.support.stack import running_gateway, stub_config, until
+from tests.support.stack import expected, running_gateway, stub_config, until
 
 TICKING = {"time_scale": 1.0, "step_time": StepTime(fixed_ms=1.0)}
 """Ranks that take a millisecond a token, so that there is a middle for faults to come in."""
@@ -80,6 +81,17 @@ async def test_what_a_dying_rank_has_sent_is_delivered_before_its_requests_fail(
         await all_complete(fine)
         assert stack.ranks[0].phase is RankPhase.DEAD
         assert delivered == stack.ranks[0].records.tokens >= 200
+
+
+@pytest.mark.parametrize("with_sentinel", [True, False], ids=["announced", "silently"])
+async def test_a_backlog_of_batches_of_a_dead_rank_is_read_to_its_end(protocol, with_sentinel):
+    """More of them than are read at one go: the loss is seen before the last one."""
+    async with running_gateway(protocol, auto_step=False) as stack:
+        generation, wire_id = await held(stack, 0, max_tokens=1_000)
+        for token in expected(generation.request.prompt_token_ids, 300):
+            stack.ranks[0].send_rows([(wire_id, [token], "")])
+        stack.ranks[0]._serving._die(with_sentinel=with_sentinel)
+        assert await all_lost([generation]) == 300
 
 
 async def test_a_lost_rank_fails_all_sequences_of_its_requests_and_they_are_aborted_elsewhere(protocol):
