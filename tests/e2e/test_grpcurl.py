@@ -69,12 +69,10 @@ def test_every_health_name_is_serving(site):
     assert health(site.ports.grpc, "nobody") == "NOT_FOUND"
 
 
-def test_every_described_method_of_the_health_service_answers(site):
+def test_the_health_service_lists_its_names(site):
     statuses = grpcurl(site.ports.grpc, f"{HEALTH}/List").message["statuses"]
     assert statuses.keys() == {"", "readiness", "liveness", GATEWAY, ADMIN, SERVICE_NAMES[site.protocol]}
     assert {status["status"] for status in statuses.values()} == {"SERVING"}
-    watched = grpcurl(site.ports.grpc, f"{HEALTH}/Watch", data={"service": "readiness"}, max_time_s=1)
-    assert watched.messages == [{"status": "SERVING"}]
 
 
 def test_operators_methods_are_not_on_the_clients_port(site):

@@ -1,6 +1,7 @@
 """The listeners: binding, options, health, reflection, and how they stop."""
 
 import asyncio
+import contextlib
 import socket
 
 import grpc
@@ -258,5 +259,8 @@ async def _closed(address):
             _, writer = await asyncio.open_connection(host, int(port))
         except ConnectionRefusedError:
             return
+        except ConnectionResetError:
+            continue  # the listener went while we were in its queue
         writer.close()
-        await writer.wait_closed()
+        with contextlib.suppress(ConnectionResetError):
+            await writer.wait_closed()

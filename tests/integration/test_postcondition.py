@@ -103,6 +103,18 @@ async def test_it_finds_a_request_that_is_kept_after_its_end(protocol):
         await run()
 
 
+async def test_a_body_that_hangs_is_ended_and_cleaned_up_after(protocol, monkeypatch):
+    monkeypatch.setattr(stack_module, "BODY_S", 0.2)
+
+    async def run():
+        async with running_gateway(protocol, ranks=1, auto_step=False) as stack:
+            await generate(stack.client(), make_request())
+
+    with pytest.raises(TimeoutError):
+        await run()
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, "the call to end with its channel")
+
+
 async def test_it_runs_by_itself_and_not_after_a_failed_body(protocol, impatient):
     async def run(*, fails):
         async with running_gateway(protocol, ranks=1, auto_step=False) as stack:

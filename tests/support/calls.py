@@ -140,7 +140,8 @@ class Generation:
         await self.outcome.progress.wait()
 
     async def done(self) -> Outcome:
-        await self.task
+        """Its end. A waiter that is cancelled leaves the call alone."""
+        await asyncio.shield(self.task)
         return self.outcome
 
     async def _read(self) -> None:

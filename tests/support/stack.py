@@ -33,7 +33,7 @@ MAX_CONTEXT_TOKENS = 16_384
 PROTOCOLS: tuple[Protocol, ...] = ("vllm", "tokenspeed")
 WAIT_S = 20.0
 """No healthy run comes near: what is waited for takes milliseconds."""
-BODY_S = 60.0
+BODY_S = 40.0
 """Likewise for the body of a test, which ends in order then; pytest's own time-out would break off the loop."""
 MAX_FAILED_CALLS_KEPT = 2
 
