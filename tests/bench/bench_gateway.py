@@ -15,6 +15,7 @@ from tests.bench.systems import LOAD_CORE, PEER_PYTHON, ROOT, cpu_s, rss_mb, run
 SCENARIOS = {
     "paced": {"step_ms": 20.0, "tokens": 64, "conns": 8, "streams": 32, "total": 1024, "warmup": 256},
     "flood": {"step_ms": 0.0, "tokens": 64, "conns": 8, "streams": 32, "total": 1500, "warmup": 256},
+    "flood256": {"step_ms": 0.0, "tokens": 256, "conns": 8, "streams": 32, "total": 500, "warmup": 256},
     "short": {"step_ms": 0.0, "tokens": 1, "conns": 8, "streams": 8, "total": 3000, "warmup": 300},
 }
 VARIANTS = {
