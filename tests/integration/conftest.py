@@ -1,6 +1,7 @@
 """Fixtures of the whole-gateway tests."""
 
 import pytest
+import uvloop
 
 from tests.support.stack import PROTOCOLS
 
@@ -9,3 +10,9 @@ from tests.support.stack import PROTOCOLS
 def protocol(request):
     """Every test that takes it runs once per engine family."""
     return request.param
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories():
+    """The loop that `rankgate serve` runs on; tests of single parts run on the standard library's."""
+    return {"uvloop": uvloop.new_event_loop}
