@@ -166,11 +166,12 @@ async def test_noise_between_batches_costs_nothing(protocol, kind):
 
 @pytest.mark.parametrize("kind", ["truncate", "ragged"])
 async def test_a_spoilt_batch_fails_what_it_hit_and_the_rank_serves_on(protocol, kind):
-    faults = {0: Faults(garbage_every=20, garbage_kind=kind)}
-    async with running_gateway(protocol, stub=stub_config(**TICKING, rank_faults=faults)) as stack:
+    async with running_gateway(protocol, stub=stub_config(**TICKING)) as stack:
         client = stack.client()
         # Many, so that half of a batch is less than all of its rows.
-        hit, fine = start(client, 0, 24), start(client, 1, 6)
+        hit, fine = start(client, 0, 24, max_tokens=1_000), start(client, 1, 6)
+        await asyncio.gather(*(generation.first_token() for generation in hit))
+        stack.ranks[0].set_faults(garbage_every=50, garbage_kind=kind)
         await all_complete(fine)
         outcomes = [await generation.done() for generation in hit]
         for generation, outcome in zip(hit, outcomes, strict=True):
