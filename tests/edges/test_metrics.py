@@ -1,8 +1,6 @@
 """The metrics: what they say, that their names and labels obey the rules, and that a scrape is safe."""
 
 import re
-import shutil
-import subprocess
 import sys
 import threading
 import urllib.request
@@ -10,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import __version__
 from gateway.core.counters import Counters
@@ -22,67 +18,14 @@ from gateway.edges import metrics
 from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges.engine_link.counters import LinkCounters
 from gateway.edges.logs import LineLogger
-from gateway.edges.metrics import TTFT_BOUNDS, Histogram, Metrics
+from gateway.edges.metrics import TTFT_BOUNDS, Histogram
 from gateway.types import EngineBatch
 from gateway.wire.common import Fault, Noise
-from tests.support.core import Bench, load, make_info, wire_id
+from tests.support.core import load, make_info, wire_id
+from tests.support.metrics_world import SinkOf, World, busy_world
 
 ROOT = Path(__file__).parents[2]
 RANK_LINK = "gateway/edges/engine_link/rank_link.py"
-
-
-def link_counters():
-    counters = LinkCounters()
-    counters.frames = 3
-    for reason in ("hello", "hello", "garbage"):
-        counters.handshakes.add(reason)
-    return counters
-
-
-class SinkOf:
-    def __init__(self, rpc):
-        self.rpc = rpc
-
-
-class World(Bench):
-    """A core with metrics over it; `now` is the clock of both."""
-
-    def __init__(self, ranks=2, **more):
-        super().__init__(ranks, **more)
-        self.link = link_counters()
-        self.metrics = Metrics(self.config, self.router, self.link, clock=lambda: self.now)
-
-    def finish_all(self, request, **more):
-        self.finish(request, **more)
-        self.metrics.observe_ended(request, self.now)
-
-    def scrape(self):
-        registry = CollectorRegistry()
-        registry.register(self.metrics)
-        return generate_latest(registry).decode()
-
-    def samples(self):
-        return {
-            (sample.name, *sorted(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(self.scrape())
-            for sample in family.samples
-        }
-
-
-def busy_world():
-    """Everything that can be said is said."""
-    world = World(2)
-    for number in range(3):
-        request = world.request(sink=SinkOf("test.Service/Generate"))
-        world.now += 0.25
-        world.batch(request.last_rank, [(wire_id(request), [1], "")], load(5, 2, 0.25))
-        world.now += 0.5
-        world.finish_all(request)
-        assert request.is_ended, number
-    world.request(sink=SinkOf("test.Service/Generate"))
-    refused = world.arrived(prompt=())
-    world.send(refused)
-    return world
 
 
 def test_every_family_of_the_catalogue_is_exported_and_no_other():
@@ -144,112 +87,6 @@ def test_the_page_lists_every_value_of_the_link_s_labels():
     for name, value in LINK_VALUES.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         assert all(f"`{reason}`" in row for reason in getattr(value, "reasons", ()))
-
-
-# --- the rules of naming (https://prometheus.io/docs/practices/naming, and promtool's linter) -------
-
-ABBREVIATED = {
-    *(
-        "s",
-        "m",
-        "h",
-        "d",
-        "b",
-        "ms",
-        "us",
-        "ns",
-        "sec",
-        "msec",
-        "usec",
-        "nsec",
-        "min",
-        "hr",
-        "milliseconds",
-        "microseconds",
-    ),
-    *(
-        "kb",
-        "mb",
-        "gb",
-        "tb",
-        "pb",
-        "kib",
-        "mib",
-        "gib",
-        "kilobytes",
-        "megabytes",
-        "percent",
-        "pct",
-        "minutes",
-        "hours",
-    ),
-}
-
-
-def lint(spec):
-    """What the linter would object to."""
-    name, words = spec.full_name, spec.full_name.split("_")
-    if not spec.help.strip() or not spec.help.endswith("."):
-        yield "no help text, or not a sentence"
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or "__" in name:
-        yield "not snake_case"
-    if (spec.kind == "counter") != name.endswith("_total"):
-        yield "counters end in _total, nothing else does"
-    if any(name.endswith(suffix) for suffix in ("_count", "_sum", "_bucket", "_created")):
-        yield "a reserved suffix"
-    if set(words) & ABBREVIATED:
-        yield "not a base unit"
-    if set(words) & {"gauge", "counter", "histogram", "summary"}:
-        yield "the type in the name"
-    if spec.kind in ("histogram", "summary") and not name.endswith("_seconds"):
-        yield "no unit"
-    if set(spec.labels) & {"le", "quantile", "job", "instance"}:
-        yield "a reserved label"
-    if any(f"_by_{label}" in name for label in spec.labels):
-        yield "a label's name in the name"
-    if len(spec.labels) != len(set(spec.labels)):
-        yield "a label twice"
-
-
-@pytest.mark.parametrize("spec", catalogue.CATALOGUE, ids=lambda spec: spec.name)
-def test_names_obey_the_rules(spec):
-    assert list(lint(spec)) == []
-
-
-def test_the_lint_finds_what_it_looks_for():
-    bad = (
-        ("wait_ms", "gauge", "A wait.", ()),
-        ("x_total", "gauge", "X.", ()),
-        ("x", "counter", "X.", ()),
-        ("x_count", "gauge", "X.", ()),
-        ("x", "gauge", "", ()),
-        ("X", "gauge", "X.", ()),
-        ("x", "histogram", "X.", ()),
-        ("x", "gauge", "X.", ("le",)),
-        ("x_gauge", "gauge", "X.", ()),
-        ("x_by_reason_total", "counter", "X.", ("reason",)),
-    )
-    for values in bad:
-        assert len(list(lint(catalogue.Spec(*values)))) == 1, values
-
-
-def test_names_are_unique():
-    names = [spec.full_name.removesuffix("_total") for spec in catalogue.CATALOGUE]
-    assert len(names) == len(set(names))
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_agrees():
-    run = subprocess.run(
-        ["promtool", "check", "metrics"], input=busy_world().scrape(), capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
-def test_only_bounded_things_are_labels():
-    text = busy_world().scrape()
-    assert "_created" not in text
-    assert "r1" not in re.findall(r'"([^"]*)"', text), "a request id is a label"
 
 
 # --- values ----------------------------------------------------------------------------------------
