@@ -238,7 +238,8 @@ class TestStop:
             async with grpc.aio.insecure_channel(edge.servers.grpc_address) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await channel.unary_unary("/gateway.v1.GatewayService/ListRanks")(b"")
-                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                # grpcio cancels a call whose connection it had taken just before the listener closed.
+                assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             edge.driver.end(edge.driver.requests[0], GatewayError(Reason.DRAINING, "gone"))
             await stopping
             with pytest.raises(grpc.aio.AioRpcError) as caught:
