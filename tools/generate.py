@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from gateway.config.convert import unwrap
 from gateway.config.schema import Config
-from gateway.edges import metrics_catalogue
+from tools import metrics_page
 
 ROOT = Path(__file__).resolve().parent.parent
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -29,7 +29,7 @@ def outputs() -> dict[Path, str]:
         ROOT / "configs/gateway.schema.json": _json_schema(is_fragment=False),
         ROOT / "configs/fragment.schema.json": _json_schema(is_fragment=True),
         ROOT / "docs/configuration.md": _reference(),
-        ROOT / "docs/metrics.md": metrics_catalogue.render(),
+        ROOT / "docs/metrics.md": metrics_page.render(),
     }
 
 
@@ -91,6 +91,8 @@ def _inner(path: str, kind: inspect.Type) -> tuple[str, inspect.StructType | Non
     bare, _, _ = unwrap(kind)
     if isinstance(bare, inspect.VarTupleType):
         path, bare = f"{path}[]", unwrap(bare.item_type)[0]
+    elif isinstance(bare, inspect.DictType):
+        path, bare = f"{path}.<name>", unwrap(bare.value_type)[0]
     return path, bare if isinstance(bare, inspect.StructType) else None
 
 
@@ -109,6 +111,8 @@ def _words(kind: inspect.Type, path: str) -> str:
         case inspect.VarTupleType(item_type):
             item, title, _ = unwrap(item_type)
             return f"list of: {title or _words(item, path)}"
+        case inspect.DictType(_, value_type):
+            return f"mapping of names; under each a {_words(unwrap(value_type)[0], path)}"
         case inspect.BoolType():
             return "`true` \\| `false`"
         case inspect.IntType():
@@ -131,7 +135,9 @@ def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
 def _default_of(field: inspect.Field, struct: inspect.StructType | None) -> str:
     if field.required:
         return "required"
-    if struct is not None and field.default is not None:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f"`{json.dumps(msgspec.to_builtins(field.default_factory()))}`"
+    if struct is not None and isinstance(field.default, msgspec.Struct):
         default = msgspec.to_builtins(field.default)
         own = msgspec.to_builtins(struct.cls()) if not any(inner.required for inner in struct.fields) else {}
         changed = {key: value for key, value in default.items() if own.get(key) != value}

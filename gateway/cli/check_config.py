@@ -44,4 +44,5 @@ def _summary(config: "Config", *, is_fragment: bool) -> str:
         return f"fragment, {policy}"
     total = sum(group.ranks for group in config.groups)
     groups, ranks = len(config.groups), f"{total} {config.groups[0].protocol} rank{'s' if total > 1 else ''}"
-    return f"model {config.model.name}, {ranks} in {groups} group{'s' if groups > 1 else ''}, {policy}"
+    mode = "" if config.scheduling.mode == "direct" else f", mode {config.scheduling.mode}"
+    return f"model {config.model.name}, {ranks} in {groups} group{'s' if groups > 1 else ''}, {policy}{mode}"

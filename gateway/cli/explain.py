@@ -154,18 +154,22 @@ def render(decision: Rendered) -> str:
     used = {name for row in decision["ranks"] for name in row["variables"]}
     names = [name for name in dict.fromkeys(_NAME.findall(decision["cost"] or "")) if name in used]
     chosen = decision["rank"]
+    # Only where requests are queued is there a gate; a gateway of an earlier version says nothing of it.
+    gates = ["gate"] if decision.get("queue") is not None else []
     rows = [
         [
             "*" if row["rank"] == chosen else "",
             format_number(row["rank"]),
             format_number(row["cost"]),
             *(format_number(row["variables"].get(name)) for name in names),
+            *(str(row[key] or "-") for key in gates),
             row["reason"],
         ]
         for row in decision["ranks"]
     ]
-    header = ["", "RANK", "COST", *names, "REASON"]
-    return f"{_headline(decision)}\n\n{format_table(header, rows, frozenset({0, len(header) - 1}))}"
+    header = ["", "RANK", "COST", *names, *(key.upper() for key in gates), "REASON"]
+    left = frozenset({0, *range(len(header) - 1 - len(gates), len(header))})
+    return f"{_headline(decision)}\n\n{format_table(header, rows, left)}"
 
 
 def _headline(decision: Rendered) -> str:
@@ -175,6 +179,9 @@ def _headline(decision: Rendered) -> str:
         f"policy   {policy}: {decision['picker']}" + (f" of {decision['cost']}" if decision["cost"] else ""),
         f"request  {format_number(request['prompt_tokens'])} + {format_number(request['max_tokens'])} tokens at most",
     ]
+    prediction = decision.get("prediction")
+    if prediction is not None:
+        lines.append(f"prefill  {format_number(prediction['predicted_ms'])} ms predicted")
     if decision["pinned_rank"] is not None:
         lines.append(f"pinned   to rank {format_number(decision['pinned_rank'])}")
     if decision["relaxed"]:

@@ -11,7 +11,8 @@ import msgspec
 
 from gateway.config.convert import convert
 from gateway.config.document import Document
-from gateway.config.schema import Config, Count, TokenId
+from gateway.config.fields import Count, TokenId
+from gateway.config.schema import Config
 from gateway.core.decisions import Decision
 from gateway.core.events import RequestArrived
 from gateway.core.rank_row import Amount, RankRow

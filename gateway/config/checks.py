@@ -7,10 +7,10 @@ with its position.
 import ipaddress
 import os.path
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from gateway.config.addresses import Address, check_ipc_path, is_wildcard, parse_address
-from gateway.config.errors import Loc, format_loc
+from gateway.config.errors import Loc, Problem, format_loc
+from gateway.config.scheduling_checks import check_scheduling
 from gateway.config.schema import Config, Group, Listen, Sockets
 from gateway.core.formula import FormulaError
 from gateway.core.presets import PolicyError, resolve
@@ -21,15 +21,6 @@ _INDEX_LIMIT = 65536
 _LISTENERS = ("grpc", "admin", "metrics")
 
 
-class Problem(NamedTuple):
-    """Something that can't work. `offset` points into the text at `loc`; `at_key` at its key."""
-
-    loc: Loc
-    message: str
-    at_key: bool = False
-    offset: int | None = None
-
-
 def check(config: Config) -> Iterator[Problem]:
     """Yield every problem of a configuration whose types are right."""
     yield from _check_addresses(config)
@@ -38,6 +29,7 @@ def check(config: Config) -> Iterator[Problem]:
     for number, group in enumerate(config.groups):
         yield from _check_group(group, ("groups", number))
     yield from _check_policy(config)
+    yield from check_scheduling(config)
 
 
 def _check_addresses(config: Config) -> Iterator[Problem]:

@@ -34,13 +34,7 @@ _MAX_LISTED = 16
 
 def convert(document: Document, data: object, into: type[T]) -> T:
     """Make a Struct of `data`, whose positions `document` knows. Raises `ConfigError`."""
-    kind = inspect.type_info(into)
-    assert isinstance(kind, inspect.StructType)
-    data = _walk(document, data, kind, ())
-    try:
-        return msgspec.convert(data, into)
-    except msgspec.ValidationError as error:
-        raise _translate(document, data, kind, str(error)) from None
+    return _convert(document, data, into, ())
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -63,14 +57,45 @@ def unwrap(kind: inspect.Type) -> tuple[inspect.Type, str | None, bool]:
     return kind, title, is_optional
 
 
+def _convert(document: Document, data: object, into: type[T], base: Loc) -> T:
+    kind = inspect.type_info(into)
+    assert isinstance(kind, inspect.StructType)
+    data = _walk(document, data, kind, base)
+    try:
+        return msgspec.convert(data, into)
+    except msgspec.ValidationError as error:
+        raise _translate(document, data, kind, str(error), base) from None
+
+
 def _walk(document: Document, data: object, kind: inspect.Type, loc: Loc) -> object:
-    """Check keys from here down; returns the data without the keys that are as good as absent."""
+    """Check keys from here down; returns the data without the keys that are as good as absent.
+
+    Values of a mapping with free keys come back converted: msgspec would not say in which of them it found a fault.
+    """
     bare, _, _ = unwrap(kind)
     if isinstance(bare, inspect.StructType) and isinstance(data, dict):
         return _walk_struct(document, data, bare, loc)
     if isinstance(bare, inspect.VarTupleType) and isinstance(data, list):
         return [_walk(document, item, bare.item_type, (*loc, index)) for index, item in enumerate(data)]
+    if isinstance(bare, inspect.DictType) and isinstance(data, dict):
+        return _walk_named(document, data, bare, loc)
     return data
+
+
+def _walk_named(document: Document, data: dict[str, object], kind: inspect.DictType, loc: Loc) -> dict[str, object]:
+    key_kind, title, _ = unwrap(kind.key_type)
+    assert isinstance(key_kind, inspect.StrType)
+    assert isinstance(kind.value_type, inspect.StructType)
+    into = kind.value_type.cls
+    result: dict[str, object] = {}
+    for key, value in data.items():
+        here = (*loc, key)
+        if not re.search(key_kind.pattern or "", key):
+            raise document.error(here, f"expected {title}, got {show(key)}", at_key=True)
+        if value is None:
+            raise document.error(here, f"{show(key)} has no value; write {{}} for the defaults", at_key=True)
+        result[key] = _convert(document, value, into, here)
+    return result
 
 
 def _walk_struct(document: Document, data: dict[str, object], kind: inspect.StructType, loc: Loc) -> dict[str, object]:
@@ -107,14 +132,15 @@ def _is_unset(document: Document, value: object, field: inspect.Field, loc: Loc)
     raise document.error(loc, f"'{name}' is empty; {switch}leave the key out for its default")
 
 
-def _translate(document: Document, data: object, kind: inspect.Type, text: str) -> ConfigError:
-    """Turn msgspec's message into one with a position, the value, and what is allowed."""
+def _translate(document: Document, data: object, kind: inspect.Type, text: str, base: Loc) -> ConfigError:
+    """Turn msgspec's message into one with a position, the value, and what is allowed. `base` is where `data` stands."""
     found = _AT.fullmatch(text)
-    loc: Loc = ()
+    inner: Loc = ()
     if found:
         text = found[1]
-        loc = tuple(name or int(index) for name, index in _STEP.findall(found[2]))
-    value, bare, title, is_optional = _lookup(data, kind, loc)
+        inner = tuple(name or int(index) for name, index in _STEP.findall(found[2]))
+    value, bare, title, is_optional = _lookup(data, kind, inner)
+    loc = (*base, *inner)
     if isinstance(bare, inspect.LiteralType):
         allowed = [*bare.values, *([None] if is_optional else [])]
         return document.error(loc, _unknown_value(value, allowed))
@@ -149,7 +175,7 @@ def _in_words(expected: str) -> str:
 
 def _got(document: Document, value: object, loc: Loc, bare: inspect.Type) -> str:
     if isinstance(value, dict):
-        return ", got a mapping"
+        return ", got a mapping" if not isinstance(bare, inspect.DictType) else f", got {len(value)} entries"
     if isinstance(value, list):
         return ", got a list" if not isinstance(bare, inspect.VarTupleType) else f", got {len(value)} items"
     if isinstance(bare, inspect.StrType) and not isinstance(value, str):

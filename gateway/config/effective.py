@@ -6,6 +6,8 @@ import msgspec
 from msgspec import structs
 
 from gateway.config.addresses import is_loopback, parse_address, parse_tcp
+from gateway.config.scheduling import Scheduling
+from gateway.config.scheduling_checks import scheduling_remarks
 from gateway.config.schema import Config
 from gateway.core.presets import resolve
 from gateway.types import FAMILIES
@@ -31,13 +33,39 @@ def effective_config(config: Config) -> JsonObject:
         objective=resolved.objective,
         tie_tolerance=resolved.tie_tolerance,
     )
-    result: JsonObject = msgspec.to_builtins(structs.replace(config, groups=groups, policy=policy))
+    scheduling = _effective_scheduling(config.scheduling)
+    result: JsonObject = msgspec.to_builtins(
+        structs.replace(config, groups=groups, policy=policy, scheduling=scheduling)
+    )
     return result
 
 
+def _effective_scheduling(scheduling: Scheduling) -> Scheduling:
+    """What the queue's nulls come to. In mode direct they stay: there, keys of the queue are refused."""
+    if scheduling.mode == "direct":
+        return scheduling
+    queue = scheduling.queue
+    levels = tuple(
+        structs.replace(
+            level,
+            timeout_s=queue.timeout_s if level.timeout_s is None else level.timeout_s,
+            timeout_action=level.timeout_action or queue.timeout_action,
+        )
+        for level in queue.levels
+    )
+    # Costs of this version know of no cached prefixes.
+    hold_ratio = 0.0 if queue.hold_ratio is None else queue.hold_ratio
+    return structs.replace(scheduling, queue=structs.replace(queue, levels=levels, hold_ratio=hold_ratio))
+
+
 def remarks(config: Config) -> list[str]:
-    """Legal settings that may surprise, one sentence each."""
-    return [*_exposure(config), *_ranks(config), *_limits(config)]
+    """What helps to read a configuration: how ranks are numbered, then `cautions`. One sentence each."""
+    return [*_rank_numbers(config), *cautions(config)]
+
+
+def cautions(config: Config) -> list[str]:
+    """Legal settings that may surprise, one sentence each; worth a warning when the gateway starts."""
+    return [*_exposure(config), *_readiness(config), *_limits(config), *scheduling_remarks(config)]
 
 
 def _exposure(config: Config) -> Iterator[str]:
@@ -55,12 +83,15 @@ def _exposure(config: Config) -> Iterator[str]:
                 )
 
 
-def _ranks(config: Config) -> Iterator[str]:
+def _rank_numbers(config: Config) -> Iterator[str]:
     if len(config.groups) > 1:
         first = 0
         for group in config.groups:
             yield f"group {group.name} has ranks {first} to {first + group.ranks - 1}"
             first += group.ranks
+
+
+def _readiness(config: Config) -> Iterator[str]:
     if all(group.min_ready == 0 for group in config.groups):
         yield "every min_ready is 0: the gateway reports ready before any rank has joined"
 

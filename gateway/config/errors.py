@@ -1,7 +1,8 @@
-"""The one error of a configuration file, and how places in it are written."""
+"""The one error of a configuration file, what a rule has to say about it, and how places in it are written."""
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 Loc = tuple[str | int, ...]
 """Path of keys and list indexes from the root of a document; `()` is the root."""
@@ -28,6 +29,15 @@ def format_loc(loc: Loc) -> str:
         else:
             parts.append(f"[{show(part)}]")
     return "".join(parts)
+
+
+class Problem(NamedTuple):
+    """Something that can't work. `offset` points into the text at `loc`; `at_key` at its key."""
+
+    loc: Loc
+    message: str
+    at_key: bool = False
+    offset: int | None = None
 
 
 class ConfigError(Exception):

@@ -7,41 +7,28 @@ Units are in the names. `null` (or absence) means unlimited or automatic; 0 neve
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
+from gateway.config.fields import (
+    Bytes,
+    Count,
+    Endpoint,
+    KeepaliveSeconds,
+    Name,
+    NonNegativeSeconds,
+    Port,
+    Ratio,
+    Seconds,
+    Strict,
+    TokenId,
+    Tokens,
+)
+from gateway.config.scheduling import Admission, Predictor, Preserve, ResponseCache, Scheduling, Slo
 from gateway.config.values import LogFormat, LogLevel
 from gateway.types import LoadSemantics, Protocol
 
-_INT32_MAX = 2**31 - 1
 
-# A title names the format in words: it is what error messages and the generated docs show. `$` in
-# Python also matches before a last newline, hence the look-ahead.
-Port = Annotated[str, Meta(pattern=r"^\S+:[0-9]{1,5}$(?!\n)", title="HOST:PORT")]
-Endpoint = Annotated[str, Meta(pattern=r"^(tcp|ipc)://\S+$(?!\n)", title="tcp://HOST:PORT or ipc://PATH")]
-Name = Annotated[
-    str,
-    Meta(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$(?!\n)",
-        title="name: 1 to 128 letters, digits or . _ / - with a letter or digit first",
-    ),
-]
-Count = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
-Tokens = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
-Bytes = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
-Seconds = Annotated[float, Meta(gt=0)]
-KeepaliveSeconds = Annotated[float, Meta(gt=0, le=2_000_000)]
-"""gRPC counts keepalive times in milliseconds of 32 bits."""
-NonNegativeSeconds = Annotated[float, Meta(ge=0)]
-Ratio = Annotated[float, Meta(ge=0, le=1)]
-TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
-
-
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every settings Struct."""
-
-
-class Keepalive(_Strict, frozen=True, kw_only=True):
+class Keepalive(Strict, frozen=True, kw_only=True):
     """gRPC keepalive of the listeners."""
 
     time_s: Annotated[KeepaliveSeconds, Meta(description="idle time before the server pings a connection")] = 60.0
@@ -57,7 +44,7 @@ class Keepalive(_Strict, frozen=True, kw_only=True):
     )
 
 
-class Listen(_Strict, frozen=True, kw_only=True):
+class Listen(Strict, frozen=True, kw_only=True):
     """Addresses that the gateway serves on."""
 
     grpc: Annotated[Port, Meta(description="clients: GatewayService and the standard engine service")] = (
@@ -73,7 +60,7 @@ class Listen(_Strict, frozen=True, kw_only=True):
     allow_wildcard: Annotated[bool, Meta(description="permit binding to all interfaces (0.0.0.0, ::, *)")] = False
 
 
-class Model(_Strict, frozen=True, kw_only=True):
+class Model(Strict, frozen=True, kw_only=True):
     """The model that every group serves."""
 
     name: Annotated[Name, Meta(description="served model name")]
@@ -87,7 +74,7 @@ class Model(_Strict, frozen=True, kw_only=True):
     ] = None
 
 
-class Sockets(_Strict, frozen=True, kw_only=True):
+class Sockets(Strict, frozen=True, kw_only=True):
     """Where the private per-rank data sockets are bound."""
 
     transport: Annotated[Literal["ipc", "tcp"], Meta(description="ipc for ranks on this host, tcp otherwise")] = "ipc"
@@ -97,7 +84,15 @@ class Sockets(_Strict, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="tcp: address to bind and to announce to the ranks")] = "127.0.0.1"
 
 
-class Group(_Strict, frozen=True, kw_only=True):
+class GroupBudget(Strict, frozen=True, kw_only=True):
+    """Bounds on what is in flight in one group. A group that is at one of them takes no request (`group_full`)."""
+
+    max_requests: Annotated[Count | None, Meta(description="sequences in flight")] = None
+    max_prompt_tokens: Annotated[Tokens | None, Meta(description="prompt tokens in flight")] = None
+    max_kv_tokens: Annotated[Tokens | None, Meta(description="prompt + max_tokens of what is in flight")] = None
+
+
+class Group(Strict, frozen=True, kw_only=True):
     """Ranks with the same model and configuration that dial one handshake address."""
 
     name: Annotated[Name, Meta(description="unique name of the group, shown in listings and metrics")]
@@ -118,19 +113,24 @@ class Group(_Strict, frozen=True, kw_only=True):
         ),
     ] = False
     sockets: Sockets = Sockets()
+    budget: Annotated[GroupBudget, Meta(description="what may be in flight on the group's ranks together")] = (
+        GroupBudget()
+    )
 
 
-class TieTolerance(_Strict, frozen=True, kw_only=True):
+class TieTolerance(Strict, frozen=True, kw_only=True):
     """Costs this close to the best are ties."""
 
     relative: Annotated[float, Meta(ge=0, description="fraction of the best cost")] = 1e-9
     absolute: Annotated[float, Meta(ge=0, description="difference in the unit of the cost")] = 0.0
 
 
-PresetName = Literal["lmetric", "smg", "vllm", "vllm_4w_r", "round_robin", "random", "p2c", "least_in_flight"]
+PresetName = Literal[
+    "lmetric", "predicted", "smg", "vllm", "vllm_4w_r", "round_robin", "random", "p2c", "least_in_flight"
+]
 
 
-class Policy(_Strict, frozen=True, kw_only=True):
+class Policy(Strict, frozen=True, kw_only=True):
     """How a rank is chosen: exactly one of a preset and a cost formula; the other keys override the preset's."""
 
     preset: Annotated[
@@ -159,7 +159,7 @@ class Policy(_Strict, frozen=True, kw_only=True):
     )
 
 
-class Filters(_Strict, frozen=True, kw_only=True):
+class Filters(Strict, frozen=True, kw_only=True):
     """Which ranks a request may go to, before any picker. Soft filters are relaxed when no rank passes."""
 
     kv_fit: Annotated[
@@ -170,7 +170,7 @@ class Filters(_Strict, frozen=True, kw_only=True):
     ] = 0.95
 
 
-class Load(_Strict, frozen=True, kw_only=True):
+class Load(Strict, frozen=True, kw_only=True):
     """How reported load is interpreted."""
 
     abort_settle_s: Annotated[
@@ -181,19 +181,13 @@ class Load(_Strict, frozen=True, kw_only=True):
     ] = 2.0
 
 
-class Admission(_Strict, frozen=True, kw_only=True):
-    """Bounds on what is in flight. Beyond them: RESOURCE_EXHAUSTED with RetryInfo."""
-
-    max_in_flight: Annotated[Count, Meta(description="sequences in flight in this gateway")] = 16384
-    max_in_flight_per_rank: Annotated[
-        Count | None, Meta(description="null: 4 x the rank's max_num_seqs, or 1024 if unknown")
-    ] = None
-
-
-class Limits(_Strict, frozen=True, kw_only=True):
+class Limits(Strict, frozen=True, kw_only=True):
     """Bounds on one request and one connection."""
 
     default_deadline_s: Annotated[Seconds | None, Meta(description="deadline of requests that bring none")] = None
+    max_request_age_s: Annotated[
+        Seconds | None, Meta(description="age at which a request ends whatever it waits for; null: never")
+    ] = 3600.0
     max_streams_per_connection: Annotated[Count, Meta(description="concurrent streams on one connection")] = 1024
     max_n: Annotated[int, Meta(ge=1, le=1024, description="largest n (sequences per request)")] = 64
     max_logprobs: Annotated[int, Meta(ge=0, le=128, description="largest number of logprobs per token")] = 20
@@ -208,7 +202,7 @@ class Limits(_Strict, frozen=True, kw_only=True):
     ] = 1024 * 1024
 
 
-class Drain(_Strict, frozen=True, kw_only=True):
+class Drain(Strict, frozen=True, kw_only=True):
     """What happens between SIGTERM and exit."""
 
     delay_s: Annotated[NonNegativeSeconds, Meta(description="time between readiness off and refusing new requests")] = (
@@ -217,7 +211,7 @@ class Drain(_Strict, frozen=True, kw_only=True):
     grace_s: Annotated[NonNegativeSeconds, Meta(description="time that live requests get to end")] = 30.0
 
 
-class Observability(_Strict, frozen=True, kw_only=True):
+class Observability(Strict, frozen=True, kw_only=True):
     """Logs and decision records."""
 
     log_level: Annotated[LogLevel, Meta(description="least severe level that is written")] = "info"
@@ -225,7 +219,7 @@ class Observability(_Strict, frozen=True, kw_only=True):
     decision_ring: Annotated[int, Meta(ge=0, le=1_000_000, description="decision records kept; 0 keeps none")] = 4096
 
 
-class Config(_Strict, frozen=True, kw_only=True):
+class Config(Strict, frozen=True, kw_only=True):
     """The whole configuration file."""
 
     version: Annotated[Literal[1], Meta(description="version of this file's format")]
@@ -241,7 +235,18 @@ class Config(_Strict, frozen=True, kw_only=True):
     policy: Policy = Policy(preset="lmetric")
     filters: Filters = Filters()
     load: Load = Load()
+    predictor: Annotated[Predictor | None, Meta(description="how long prefill takes; null: no model")] = None
     admission: Admission = Admission()
+    scheduling: Scheduling = Scheduling()
+    slo: Slo = Slo()
+    ordering: Annotated[
+        Literal["none", "preserve"],
+        Meta(description="none: answers leave as they come; preserve: in the order in which their requests arrived"),
+    ] = "none"
+    preserve: Preserve = Preserve()
+    response_cache: Annotated[
+        ResponseCache | None, Meta(description="answers deterministic requests again without a rank; null: off")
+    ] = None
     limits: Limits = Limits()
     drain: Drain = Drain()
     observability: Observability = Observability()

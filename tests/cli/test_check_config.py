@@ -33,6 +33,16 @@ def test_summary_of_one_rank_and_a_formula(path):
     assert run(path).stdout == f"{path}: OK: model m, 1 vllm rank in 1 group, cost in_flight\n"
 
 
+def test_summary_of_a_mode_that_is_not_the_default(path):
+    path.write_text(BASE + "scheduling: {mode: batch}\n")
+    result = run(path)
+    assert result.stdout == f"{path}: OK: model m, 2 vllm ranks in 1 group, policy lmetric, mode batch\n"
+    assert result.stderr == (
+        f"{path}: note: scheduling.mode batch without predictor.prefill_ms is not calibrated:"
+        " order and gate count prompt tokens instead of time\n"
+    )
+
+
 def test_bad_file_as_a_process(path):
     path.write_text(BASE.replace("ranks: 2", "rnks: 2"))
     result = subprocess.run(

@@ -70,6 +70,30 @@ def test_policy_without_a_cost(files):
     assert "RANK  COST  REASON" in output
 
 
+GATED = """\
+policy   lmetric: argmin of (queued_tokens + new_tokens) * (in_flight + 1)
+request  10 + 5 tokens at most
+prefill  5.25 ms predicted
+chosen   rank 1
+
+   RANK  COST  queued_tokens  in_flight  GATE            REASON
+      0   150             40          2  unstarted_work  eligible
+*     1    10              0          0  open            eligible
+"""
+
+
+def test_a_gateway_that_queues_shows_its_gates_and_its_prediction(files):
+    settings = (
+        "predictor: {prefill_ms: 5 + 0.025 * batch_size * total_new_tokens}\n"
+        "scheduling: {mode: queue, queue: {gate_ms: 0.5}}\n"
+    )
+    (files / "g.yaml").write_text(BASE + settings)
+    (files / "s.yaml").write_text(
+        "ranks: [{rank: 0, in_flight: 2, in_flight_prefill: 1, queued_tokens: 40, pending_ms: 1}]\n"
+    )
+    assert offline(files, "--request", files / "r.yaml").stdout == GATED
+
+
 def test_json(files):
     decision = json.loads(offline(files, "--request", files / "r.yaml", "--json").stdout)
     assert decision["rank"] == 1

@@ -1,11 +1,16 @@
 """A snapshot file becomes the rank table that the live gateway would have had."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from gateway.cli.offline import arrive, decide, read_request, read_snapshot
 from gateway.config.errors import ConfigError
 from gateway.config.loader import parse_config
 from gateway.core.errors import GatewayError, Reason
+from gateway.core.rank_row import RankRow
+from gateway.v1 import gateway_pb2
 from tests.support.config_cases import BASE
 
 CONFIG = parse_config(BASE.replace("ranks: 2", "ranks: 3"), "g")
@@ -134,3 +139,10 @@ def test_bad_files(read, text, message):
     with pytest.raises(ConfigError) as caught:
         read_snapshot(text, "f", 3) if read == "snapshot" else read_request(text, "f")
     assert str(caught.value) == message
+
+
+def test_the_page_names_every_column_that_a_listing_lacks():
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    _, _, rest = page.partition("columns that\na listing lacks can be added (")
+    listed = {field.name for field in gateway_pb2.Rank.DESCRIPTOR.fields}
+    assert set(re.findall(r"`(\w+)`", rest.partition(")")[0])) == set(RankRow.__struct_fields__) - listed

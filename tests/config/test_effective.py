@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.effective import effective_config, remarks
+from gateway.config.effective import cautions, effective_config, remarks
 from gateway.config.loader import load_config, parse_config
 from tests.support.config_cases import BASE
 
@@ -36,12 +36,39 @@ def test_load_semantics_follow_the_protocol_unless_set(setting, semantics):
 
 @pytest.mark.parametrize(
     "section",
-    ["", "policy: {cost: in_flight, picker: p2c}\n", "policy: {preset: random}\n", "listen: {metrics: null}\n"],
+    [
+        "",
+        "policy: {cost: in_flight, picker: p2c}\n",
+        "policy: {preset: random}\n",
+        "policy: {preset: predicted}\npredictor: {prefill_ms: total_new_tokens}\n",
+        "listen: {metrics: null}\n",
+        "scheduling: {mode: queue}\n",
+        "scheduling: {mode: queue, queue: {order: hrrn, levels: [{priority: 1}]}}\n",
+        "scheduling: {mode: batch, queue: {hold_ratio: 0.5}}\n",
+        "admission: {tenants: {named: {a: {weight: 2}, b: {}}}}\n",
+        "ordering: preserve\nlimits: {default_deadline_s: 1}\nresponse_cache: {}\n",
+    ],
 )
 def test_effective_configuration_is_a_configuration_and_a_fixed_point(section):
     effective = effective_config(parse_config(BASE + section, "f"))
     again = parse_config(json.dumps(effective, allow_nan=False), "again")
     assert effective_config(again) == effective
+
+
+def test_the_queue_s_nulls_come_to_what_the_queue_does():
+    levels = "[{priority: 1}, {priority: 2, timeout_s: 3, timeout_action: delay}]"
+    section = f"scheduling: {{mode: queue, queue: {{timeout_s: 9, levels: {levels}}}}}\n"
+    queue = effective_config(parse_config(BASE + section, "f"))["scheduling"]["queue"]
+    assert queue["hold_ratio"] == 0.0
+    assert [(level["timeout_s"], level["timeout_action"]) for level in queue["levels"]] == [
+        (9.0, "reject"),
+        (3.0, "delay"),
+    ]
+
+
+def test_a_set_ratio_stays():
+    section = "scheduling: {mode: queue, queue: {hold_ratio: 0.5}}\n"
+    assert effective_config(parse_config(BASE + section, "f"))["scheduling"]["queue"]["hold_ratio"] == 0.5
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -64,10 +91,10 @@ GROUP = "  - {name: b, protocol: vllm, handshake: 'tcp://10.0.0.1:0', ranks: 2, 
         (
             BASE + GROUP,
             [
-                "group b: handshake port 0 is another free port at every start",
-                "group b: ranks may dial tcp://10.0.0.1:0 from other hosts, but sockets.transport ipc serves ranks on this host only",
                 "group a has ranks 0 to 1",
                 "group b has ranks 2 to 3",
+                "group b: handshake port 0 is another free port at every start",
+                "group b: ranks may dial tcp://10.0.0.1:0 from other hosts, but sockets.transport ipc serves ranks on this host only",
             ],
         ),
         (
@@ -87,3 +114,8 @@ GROUP = "  - {name: b, protocol: vllm, handshake: 'tcp://10.0.0.1:0', ranks: 2, 
 )
 def test_remarks(text, expected):
     assert remarks(parse_config(text, "f")) == expected
+
+
+def test_how_ranks_are_numbered_is_nothing_to_warn_of():
+    config = parse_config(BASE + GROUP, "f")
+    assert remarks(config) == ["group a has ranks 0 to 1", "group b has ranks 2 to 3", *cautions(config)]

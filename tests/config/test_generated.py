@@ -9,6 +9,7 @@ import pytest
 from msgspec import inspect
 
 from gateway.config.convert import unwrap
+from gateway.config.effective import remarks
 from gateway.config.loader import load_config, load_fragment
 from gateway.config.schema import Config
 from gateway.core.presets import PRESETS
@@ -41,10 +42,13 @@ def fields(kind, prefix=""):
     for field in kind.fields:
         yield f"{prefix}{field.name}", field
         inner = unwrap(field.type)[0]
+        path = f"{prefix}{field.name}"
         if isinstance(inner, inspect.VarTupleType):
-            inner = unwrap(inner.item_type)[0]
+            path, inner = f"{path}[]", unwrap(inner.item_type)[0]
+        elif isinstance(inner, inspect.DictType):
+            path, inner = f"{path}.<name>", unwrap(inner.value_type)[0]
         if isinstance(inner, inspect.StructType):
-            yield from fields(inner, f"{prefix}{field.name}.")
+            yield from fields(inner, f"{path}.")
 
 
 ALL_FIELDS = dict(fields(inspect.type_info(Config)))
@@ -53,14 +57,36 @@ ALL_FIELDS = dict(fields(inspect.type_info(Config)))
 @pytest.mark.parametrize("name", ALL_FIELDS)
 def test_every_key_is_described_and_in_the_reference(name):
     assert generate.describe(ALL_FIELDS[name])
+    section, _, key = name.rpartition(".")
     reference = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    assert f"| `{name.rpartition('.')[2]}` |" in reference
+    _, _, rest = reference.partition(f"\n### {f'`{section}`' if section else 'Top level'}\n")
+    assert f"| `{key}` |" in rest.partition("\n### ")[0]
+
+
+def test_names_in_a_mapping_are_described_like_keys():
+    assert "admission.tenants.named.<name>.weight" in ALL_FIELDS
+    definitions = json.loads((ROOT / "configs/gateway.schema.json").read_text())["$defs"]
+    named = definitions["Tenants"]["properties"]["named"]
+    assert named["additionalProperties"] == {"$ref": "#/$defs/Tenant"}
+    assert named["propertyNames"]["pattern"]
 
 
 @pytest.mark.parametrize("path", FULL, ids=lambda path: path.name)
 def test_shipped_configuration_is_valid(path):
     load_config(path)
     assert path.read_text().startswith("# yaml-language-server: $schema=gateway.schema.json\n")
+
+
+@pytest.mark.parametrize("mode", ["queue", "batch"])
+def test_the_modes_have_an_example_that_gives_no_cause_for_remarks(mode):
+    config = load_config(ROOT / f"configs/{mode}.yaml")
+    assert config.scheduling.mode == mode
+    assert remarks(config) == []
+
+
+def test_no_other_file_queues():
+    others = [path for path in FULL if path.stem not in ("queue", "batch")]
+    assert {load_config(path).scheduling.mode for path in others} == {"direct"}
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.name)

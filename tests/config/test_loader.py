@@ -56,7 +56,7 @@ UNKNOWN_AND_MISSING = [
     ("§lissten: {}\n", "unknown key 'lissten'; did you mean 'listen'? (at $.lissten)"),
     ("filters: {§kv_ft: off}\n", "unknown key 'kv_ft'; did you mean 'kv_fit'? (at $.filters.kv_ft)"),
     ("drain: {§zzz: 1}\n", "unknown key 'zzz'; known here: delay_s, grace_s (at $.drain.zzz)"),
-    ("§1: 2\n", "unknown key '1'; known here: version, listen, model, groups, gateways, state_dir, policy, filters, load, admission, limits, drain, observability (at $['1'])"),
+    ("§1: 2\n", "unknown key '1'; known here: version, listen, model, groups, gateways, state_dir, policy, filters, load, predictor, admission, scheduling, slo, ordering, preserve, response_cache, limits, drain, observability (at $['1'])"),
     ("§filters:\n", "'filters' has no value; leave the key out for its default (at $.filters)"),
     ("gateways: 1\n§gateways: 2\n", "duplicate key 'gateways', first on line 8 (at $.gateways)"),
 ]  # fmt: skip
@@ -84,7 +84,7 @@ VALUES = [
     ("filters: {max_kv_usage: §2}\n", "expected number <= 1.0, got 2 (at $.filters.max_kv_usage)"),
     ("filters: {kv_fit: §sofft}\n", "unknown value 'sofft'; expected one of hard, off, soft; did you mean 'soft'? (at $.filters.kv_fit)"),
     ("filters: {kv_fit: §1}\n", "unknown value 1; expected one of hard, off, soft (at $.filters.kv_fit)"),
-    ("policy: {preset: §lmetrics}\n", "unknown value 'lmetrics'; expected one of least_in_flight, lmetric, p2c, random, round_robin, smg, vllm, vllm_4w_r, null; did you mean 'lmetric'? (at $.policy.preset)"),
+    ("policy: {preset: §lmetrics}\n", "unknown value 'lmetrics'; expected one of least_in_flight, lmetric, p2c, predicted, random, round_robin, smg, vllm, vllm_4w_r, null; did you mean 'lmetric'? (at $.policy.preset)"),
     ("filters: §[]\n", "expected mapping, got a list (at $.filters)"),
     ("policy: §lmetric\n", "expected mapping, got the text 'lmetric' (at $.policy)"),
     ("listen: {metrics: §''}\n", "'metrics' is empty; write null to switch it off, or leave the key out for its default (at $.listen.metrics)"),
