@@ -9,40 +9,18 @@ proved finite (`can_be_non_finite` is False) needs no check of its results. Powe
 floating point, so no chain of them can build huge integers.
 """
 
-import math
+import ast
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from gateway.core.formula_code import Code, Writer
+from gateway.core.formula_code import FINITE_BOUND, NAMESPACE, Emitter, Value, evaluate, loop_locals
 from gateway.core.formula_syntax import FormulaError, Syntax
-from gateway.core.variables import FLEET_ARGUMENTS, REQUEST_ARGUMENTS, Scope, Variable
+from gateway.core.variables import AGGREGATES, FLEET_ARGUMENTS, REQUEST_ARGUMENTS, VARIABLES, Scope, Variable
 
 __all__ = ["Aggregate", "Expression", "Formula", "FormulaError", "compile_cost"]
 
 
-def _nan_min(*values: float) -> float:
-    return math.nan if any(map(math.isnan, values)) else min(values)
-
-
-def _nan_max(*values: float) -> float:
-    return math.nan if any(map(math.isnan, values)) else max(values)
-
-
-_NAMESPACE: dict[str, Any] = {
-    "__builtins__": {},
-    "abs": abs,
-    "inf": math.inf,
-    "max": max,
-    "min": min,
-    "zip": zip,
-    "sqrt": math.sqrt,
-    "log": math.log,
-    "exp": math.exp,
-    # Always a float: integer powers of powers would grow without bound.
-    "pow": math.pow,
-    "nan_min": _nan_min,
-    "nan_max": _nan_max,
-}
+_NAMESPACE = NAMESPACE | {"zip": zip}
 
 
 class Expression(NamedTuple):
@@ -89,7 +67,7 @@ class Formula(NamedTuple):
 
 def compile_cost(text: str) -> Formula:
     """Compile a cost formula. Raises `FormulaError` with the column of the first fault."""
-    writer = Writer(Syntax(text))
+    writer = _Writer(Syntax(text))
     code = writer.write(writer.syntax.tree)
     variables = [variable for variable in writer.used.values() if variable.scope is Scope.RANK]
     columns = tuple(dict.fromkeys(column for variable in variables for column in variable.columns))
@@ -99,25 +77,88 @@ def compile_cost(text: str) -> Formula:
         aggregates=tuple(Aggregate(function, _compile(inner)) for function, inner in writer.aggregates),
         columns=columns,
         rank_names=tuple(variable.name for variable in variables),
-        copy_columns=_evaluate(f"lambda t: ({''.join(f't.{column}[:], ' for column in columns)})"),
+        copy_columns=evaluate(f"lambda t: ({''.join(f't.{column}[:], ' for column in columns)})", _NAMESPACE),
         rank_values=_compile_rank_values(columns, variables),
     )
 
 
-def _evaluate(source: str) -> Any:
-    return eval(source, _NAMESPACE)  # noqa: S307 - generated text only, and no builtins
+class _Code(NamedTuple):
+    """The text of one expression of rank scope and what it needs around it.
+
+    `aggregates` is how many earlier aggregates it may name, as `_f0`, `_f1`, ...
+    """
+
+    text: str
+    columns: tuple[str, ...]
+    locals: tuple[tuple[str, str], ...]
+    aggregates: int
+    bound: float
+    is_integer: bool
 
 
-def _compile(code: Code) -> Expression:
+class _Writer:
+    """The result of one formula: what it names, and the aggregates in the order of their evaluation."""
+
+    def __init__(self, syntax: Syntax) -> None:
+        self.syntax = syntax
+        self.used: dict[str, Variable] = {}
+        self.aggregates: list[tuple[str, _Code]] = []
+
+    def write(self, node: ast.expr) -> _Code:
+        """Check and write one expression. Raises `FormulaError`."""
+        names = _Names(self)
+        emitter = Emitter(self.syntax, names)
+        value = emitter.emit(node)
+        return _Code(
+            text=value.text,
+            columns=tuple(names.columns),
+            locals=tuple(emitter.locals),
+            aggregates=len(self.aggregates),
+            bound=value.bound,
+            is_integer=value.is_integer,
+        )
+
+
+class _Names:
+    """What one expression of rank scope can name, and the columns that it turned out to read."""
+
+    variables = VARIABLES.keys()
+    aggregates = AGGREGATES
+
+    def __init__(self, writer: _Writer) -> None:
+        self.columns: dict[str, None] = {}
+        self._writer = writer
+
+    def value(self, node: ast.Name, emitter: Emitter) -> Value:
+        variable = self._writer.used[node.id] = VARIABLES[node.id]
+        if variable.scope is Scope.RANK:
+            self.columns.update(dict.fromkeys(variable.columns))
+            if variable.expression != variable.name:
+                text = f"({variable.expression})"
+                return emitter.once(variable.name, text, variable.bound, is_integer=variable.is_integer)
+        return Value(variable.name, variable.bound, variable.is_integer, is_atom=True)
+
+    def aggregate(self, node: ast.Call, name: str, emitter: Emitter) -> Value:  # noqa: ARG002 - has a walk of its own
+        code = self._writer.write(node.args[0])
+        if not code.columns:
+            raise self._writer.syntax.error(
+                node.args[0], f"{name} needs a variable of rank scope: this is the same on every rank"
+            )
+        self._writer.aggregates.append((name, code))
+        is_integer = code.is_integer and name != "fleet_mean"
+        return Value(f"_f{len(self._writer.aggregates) - 1}", code.bound, is_integer, is_atom=True)
+
+
+def _compile(code: _Code) -> Expression:
     arguments = ", ".join((*REQUEST_ARGUMENTS, *(f"_f{number}" for number in range(code.aggregates))))
     outer = f"lambda {', '.join(('t', *FLEET_ARGUMENTS))}: lambda"
     every = _loop(code.columns, [f"t.{column}" for column in code.columns])
     single = _loop(code.columns, [f"(t.{column}[i],)" for column in code.columns])
-    local = "".join(f" for {name} in [{text}]" for name, text in code.locals)
+    local = loop_locals(code.locals)
     return Expression(
-        all_ranks=_evaluate(f"{outer} {arguments}: [{code.text} {every}{local}]"),
-        one_rank=_evaluate(f"{outer} i, {arguments}: [{code.text} {single}{local}][0]"),
-        can_be_non_finite=code.can_be_non_finite,
+        all_ranks=evaluate(f"{outer} {arguments}: [{code.text} {every}{local}]", _NAMESPACE),
+        one_rank=evaluate(f"{outer} i, {arguments}: [{code.text} {single}{local}][0]", _NAMESPACE),
+        can_be_non_finite=not code.bound < FINITE_BOUND,
         is_integer=code.is_integer,
     )
 
@@ -126,7 +167,7 @@ def _compile_rank_values(columns: Sequence[str], variables: Sequence[Variable]) 
     if not columns:
         return lambda now: []  # noqa: ARG005 - same shape as the generated ones
     values = "".join(f"({variable.expression}), " for variable in variables)
-    return _evaluate(f"lambda now, {', '.join(columns)}: [({values}) {_loop(columns, columns)}]")
+    return evaluate(f"lambda now, {', '.join(columns)}: [({values}) {_loop(columns, columns)}]", _NAMESPACE)
 
 
 def _loop(names: Sequence[str], sources: Sequence[str]) -> str:

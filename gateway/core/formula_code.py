@@ -1,17 +1,19 @@
 """Checks the tree of a formula and writes it as Python text, in one walk.
 
-The text is put together from the constants of this module, the names and expressions of
-`variables.py`, and `repr` of checked numbers; no character of the user's text gets into it.
+One language for every kind of formula. What a formula can name, and its functions over several ranks or
+requests, is the business of its `Names`: `formula.py` has those of costs, `predictor_formula.py` those of
+predictions. The text is put together from the constants of these modules, the names and expressions of
+their tables, and `repr` of checked numbers; no character of the user's text gets into it.
 """
 
 import ast
 import difflib
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from gateway.core.formula_syntax import Syntax
-from gateway.core.variables import AGGREGATES, FUNCTIONS, NEEDS_PREDICTOR, VARIABLES, Scope, Variable
+from gateway.core.formula_syntax import FormulaError, Syntax
+from gateway.core.variables import FUNCTIONS
 
 MAX_EXPONENT = 8
 FINITE_BOUND = 1e300
@@ -46,71 +48,48 @@ class Value(NamedTuple):
         return self.bound < FINITE_BOUND
 
 
-class Code(NamedTuple):
-    """The text of one expression of rank scope and what it needs around it.
-
-    `locals` are `(name, text)` pairs to compute once per rank before `text`, in order. `aggregates`
-    is how many earlier aggregates it may name, as `_f0`, `_f1`, ...
-    """
-
-    text: str
-    columns: tuple[str, ...]
-    locals: tuple[tuple[str, str], ...]
-    aggregates: int
-    bound: float
-    is_integer: bool
+class Names(Protocol):
+    """What one kind of formula can name: the seam between the language and where its values come from."""
 
     @property
-    def can_be_non_finite(self) -> bool:
-        """Whether some state could make the value NaN, infinite or impossible to compute."""
-        return not self.bound < FINITE_BOUND
+    def variables(self) -> Collection[str]:
+        """The names of all variables."""
+
+    @property
+    def aggregates(self) -> Collection[str]:
+        """The names of all functions of one expression over many ranks or requests."""
+
+    def value(self, node: ast.Name, emitter: "Emitter") -> Value:
+        """Write one of the variables. Raises `FormulaError` where it can't stand."""
+
+    def aggregate(self, node: ast.Call, name: str, emitter: "Emitter") -> Value:
+        """Write the call of one of the aggregates, which has one argument. Raises `FormulaError` where it can't stand."""
 
 
-class Writer:
-    """The result of one formula: what it names, and the aggregates in the order of their evaluation."""
-
-    def __init__(self, syntax: Syntax) -> None:
-        self.syntax = syntax
-        self.used: dict[str, Variable] = {}
-        self.aggregates: list[tuple[str, Code]] = []
-
-    def write(self, node: ast.expr) -> Code:
-        """Check and write one expression. Raises `FormulaError`."""
-        emitter = _Emitter(self)
-        value = emitter.emit(node)
-        return Code(
-            text=value.text,
-            columns=tuple(emitter.columns),
-            locals=tuple(emitter.locals),
-            aggregates=len(self.aggregates),
-            bound=value.bound,
-            is_integer=value.is_integer,
-        )
-
-
-class _Emitter:
+class Emitter:
     """The walk over one expression.
 
-    `locals` are sub-expressions that the generated comprehension computes once per rank before its
-    element (`for name in [text]` is an assignment to the interpreter). Only values that can't raise
-    go there, and none out of a branch that may not be taken.
+    `locals` are `(name, text)` pairs of sub-expressions to compute before the result, in order. Only values that
+    can't raise go there, and none out of a branch that may not be taken.
     """
 
-    def __init__(self, writer: Writer) -> None:
-        self.columns: dict[str, None] = {}
+    def __init__(self, syntax: Syntax, names: Names) -> None:
         self.locals: list[tuple[str, str]] = []
-        self._writer = writer
-        self._syntax = writer.syntax
+        self._syntax = syntax
+        self._names = names
         self._local_variables: dict[str, str] = {}
         self._branches = 0
 
     def emit(self, node: ast.expr) -> Value:
+        """Check and write an expression. Raises `FormulaError`."""
         self._syntax.count(node)
         match node:
             case ast.Constant(value=int() | float() as number):
                 return Value(repr(number), abs(float(number)), isinstance(number, int), is_atom=True)
             case ast.Name():
-                return self._name(node)
+                if node.id not in self._names.variables:
+                    raise self._unknown(node, node.id, self._names.variables)
+                return self._names.value(node, self)
             case ast.BinOp(op=ast.Pow()):
                 return self._power(node)
             case ast.BinOp():
@@ -127,24 +106,14 @@ class _Emitter:
                 return self._conditional(node)
         raise self._syntax.error(node, "this is not part of the formula language")
 
-    def _name(self, node: ast.Name) -> Value:
-        name = node.id
-        variable = VARIABLES.get(name)
-        if variable is None:
-            raise self._syntax.error(node, _unknown(name, VARIABLES))
-        self._writer.used[name] = variable
-        if variable.scope is not Scope.RANK:
-            return Value(name, variable.bound, variable.is_integer, is_atom=True)
-        self.columns.update(dict.fromkeys(variable.columns))
-        if variable.expression == name:
-            return Value(name, variable.bound, variable.is_integer, is_atom=True)
+    def once(self, name: str, text: str, bound: float, *, is_integer: bool) -> Value:
+        """The variable `name`, which is `text`: computed once however often it is used, but never in vain."""
         local = self._local_variables.get(name)
         if local is None:
-            text = f"({variable.expression})"
             if self._branches:
-                return Value(text, variable.bound, variable.is_integer)
+                return Value(text, bound, is_integer)
             local = self._local_variables[name] = self._local(text)
-        return Value(local, variable.bound, variable.is_integer, is_atom=True)
+        return Value(local, bound, is_integer, is_atom=True)
 
     def _local(self, text: str) -> str:
         name = f"_v{len(self.locals)}"
@@ -232,14 +201,15 @@ class _Emitter:
         name = node.func.id
         if node.keywords:
             raise self._syntax.error(node, f"{name} takes plain arguments only")
-        if name in AGGREGATES:
-            return self._aggregate(node, name)
-        if name not in FUNCTIONS:
-            raise self._syntax.error(node, _unknown(name, (*FUNCTIONS, *AGGREGATES), kind="function"))
-        least, most = FUNCTIONS[name]
+        is_aggregate = name in self._names.aggregates
+        if not is_aggregate and name not in FUNCTIONS:
+            raise self._unknown(node, name, (*FUNCTIONS, *self._names.aggregates), kind="function")
+        least, most = FUNCTIONS[name] if not is_aggregate else (1, 1)
         if not least <= len(node.args) <= most:
             wanted = str(least) if least == most else f"{least} to {most}"
             raise self._syntax.error(node, f"{name} takes {wanted} argument(s), not {len(node.args)}")
+        if is_aggregate:
+            return self._names.aggregate(node, name, self)
         values = [self.emit(argument) for argument in node.args]
         if name in ("min", "max"):
             return self._extreme(name, values)
@@ -258,17 +228,14 @@ class _Emitter:
             return Value(f"({left} if {left} {'<' if name == 'min' else '>'} {right} else {right})", bound, is_integer)
         return Value(f"{name}({', '.join(texts)})", bound, is_integer)
 
-    def _aggregate(self, node: ast.Call, name: str) -> Value:
-        if len(node.args) != 1:
-            raise self._syntax.error(node, f"{name} takes 1 argument(s), not {len(node.args)}")
-        code = self._writer.write(node.args[0])
-        if not code.columns:
-            raise self._syntax.error(
-                node.args[0], f"{name} needs a variable of rank scope: this is the same on every rank"
-            )
-        self._writer.aggregates.append((name, code))
-        is_integer = code.is_integer and name != "fleet_mean"
-        return Value(f"_f{len(self._writer.aggregates) - 1}", code.bound, is_integer, is_atom=True)
+    def _unknown(self, node: ast.expr, name: str, known: Iterable[str], kind: str = "variable") -> FormulaError:
+        if name in FUNCTIONS or name in self._names.aggregates:
+            return self._syntax.error(node, f"{name} is a function: write {name}(...)")
+        if kind == "function" and name in self._names.variables:
+            return self._syntax.error(node, f"{name} is a variable and can't be called")
+        close = difflib.get_close_matches(name, list(known), n=1)
+        suggestion = f"; did you mean {close[0]!r}?" if close else ""
+        return self._syntax.error(node, f"unknown {kind} {name!r}{suggestion}")
 
 
 def _joined(values: Sequence[Value]) -> tuple[float, bool]:
@@ -276,12 +243,39 @@ def _joined(values: Sequence[Value]) -> tuple[float, bool]:
     return max(value.bound for value in values), all(value.is_integer for value in values)
 
 
-def _unknown(name: str, known: Iterable[str], kind: str = "variable") -> str:
-    if name in NEEDS_PREDICTOR:
-        return f"{name} needs a predictor, which is not available in this version"
-    if name in FUNCTIONS or name in AGGREGATES:
-        return f"{name} is a function: write {name}(...)"
-    if kind == "function" and name in VARIABLES:
-        return f"{name} is a variable and can't be called"
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"unknown {kind} {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+# ---- running what was written -------------------------------------------------------------------
+
+
+def _nan_min(*values: float) -> float:
+    return math.nan if any(map(math.isnan, values)) else min(values)
+
+
+def _nan_max(*values: float) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+NAMESPACE: dict[str, Any] = {
+    "__builtins__": {},
+    "abs": abs,
+    "inf": math.inf,
+    "max": max,
+    "min": min,
+    "sqrt": math.sqrt,
+    "log": math.log,
+    "exp": math.exp,
+    # Always a float: integer powers of powers would grow without bound.
+    "pow": math.pow,
+    "nan_min": _nan_min,
+    "nan_max": _nan_max,
+}
+"""What generated text can name besides its arguments. Each kind of formula adds its own."""
+
+
+def evaluate(source: str, namespace: dict[str, Any]) -> Any:
+    """The function that the generated text is."""
+    return eval(source, namespace)  # noqa: S307 - generated text only, and no builtins
+
+
+def loop_locals(pairs: Iterable[tuple[str, str]]) -> str:
+    """The locals as clauses of a comprehension (`for name in [text]` is an assignment to the interpreter)."""
+    return "".join(f" for {name} in [{text}]" for name, text in pairs)

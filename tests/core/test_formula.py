@@ -74,6 +74,12 @@ def test_all_variables_of_one_rank():
     table.ctx_tokens[1] = 70
     table.head_since[1] = 9.5
     table.sent_since_snapshot[1] = 4
+    table.pending_us[1], table.head_credit_us[1], table.step_us[1], table.mean_out_tokens[1] = (
+        700_000,
+        10**9,
+        12_500,
+        64,
+    )
     expected = {
         "in_flight": 2,
         "in_flight_prefill": 1,
@@ -89,18 +95,24 @@ def test_all_variables_of_one_rank():
         "kv_usage": 0.25,
         "kv_capacity_tokens": 200_000.0,
         "head_age_ms": 500.0,
+        "queued_ms": 450.0,
+        "step_ms": 12.5,
+        "mean_out_tokens": 64,
         "snapshot_age_ms": 2000.0,
         "prompt_tokens": 100,
         "cached_tokens": 40,
         "new_tokens": 60,
         "max_tokens": 7,
         "priority": 3,
+        "prefill_ms": 42.5,
         "ranks": 2,
         "gateways": 2,
         "coupled": 1,
     }
     assert expected.keys() == VARIABLES.keys()
-    request = RequestFacts(now=10.0, prompt_tokens=100, cached_tokens=40, new_tokens=60, max_tokens=7, priority=3)
+    request = RequestFacts(
+        10.0, prompt_tokens=100, cached_tokens=40, new_tokens=60, max_tokens=7, priority=3, prefill_ms=42.5
+    )
     for name, value in expected.items():
         assert costs_of(name, table, request)[1] == pytest.approx(value), name
 
@@ -125,8 +137,8 @@ def test_values_without_a_report():
         ("in_flight + waitin", 13, "unknown variable 'waitin'; did you mean 'waiting'?"),
         ("2^2 + 3^2 + waitin", 13, "did you mean 'waiting'?"),
         ("in_flight +\n  zzzz", 15, "unknown variable 'zzzz'"),
-        ("in_flight + queued_ms", 13, "needs a predictor, which is not available in this version"),
-        ("step_ms", 1, "needs a predictor"),
+        ("in_flight + sum(waiting)", 13, "unknown function 'sum'"),
+        ("batch_size", 1, "unknown variable 'batch_size'"),
         ("1 + mx(1, 2)", 5, "unknown function 'mx'; did you mean 'max'?"),
         ("1 + max", 5, "max is a function"),
         ("fleet_min + 1", 1, "fleet_min is a function"),

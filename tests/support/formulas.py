@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.support.policies import make_table
 
 _COLUMNS = ("in_flight", "queued_tokens", "ctx_tokens", "reported_running", "reported_waiting", "running", "waiting")
-_NAMES = (*_COLUMNS, "kv_usage", "kv_capacity_tokens", "head_age_ms", "snapshot_age_ms", "new_tokens", "priority")
+_MILLISECONDS = ("head_age_ms", "snapshot_age_ms", "queued_ms", "step_ms", "prefill_ms")
+_NAMES = (*_COLUMNS, *_MILLISECONDS, "kv_usage", "kv_capacity_tokens", "new_tokens", "priority")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class RequestFacts:
     new_tokens: int = 10
     max_tokens: int = 5
     priority: int = 0
+    prefill_ms: float = 2.5
 
     def arguments(self):
         return (
@@ -31,6 +33,7 @@ class RequestFacts:
             self.new_tokens,
             self.max_tokens,
             self.priority,
+            self.prefill_ms,
         )
 
 
@@ -65,6 +68,9 @@ def tables(draw):
     for rank in range(table.size):
         for column in _COLUMNS:
             getattr(table, column)[rank] = draw(st.sampled_from([0, 1, 2, 7, 1000, 10**9, 10**15]))
+        table.step_us[rank] = draw(st.sampled_from([0, 1, 33_333]))
+        table.head_credit_us[rank] = draw(st.sampled_from([0, 1, 10**9]))
+        table.pending_us[rank] = table.head_credit_us[rank] + draw(st.sampled_from([0, 7]))
         table.own_tokens[rank] = draw(st.integers(0, 300_000))
         table.kv_capacity_tokens[rank] = draw(st.sampled_from([1.0, 200_000.0, math.inf]))
         table.kv_usage[rank] = draw(st.floats(0, 1))
@@ -119,12 +125,16 @@ def values_of(table, rank, request):
     """The values of every generated name, from their definitions."""
     values = {column: getattr(table, column)[rank] for column in _COLUMNS}
     reported_at, head_since = table.snapshot_at[rank], table.head_since[rank]
+    done_us = 0 if head_since is None else min((request.now - head_since) * 5e5, table.head_credit_us[rank])
     own_share = min(1.0, table.own_tokens[rank] / table.kv_capacity_tokens[rank])
     return values | {
         "kv_usage": own_share if reported_at is None else table.kv_usage[rank],
         "kv_capacity_tokens": table.kv_capacity_tokens[rank],
         "head_age_ms": 0.0 if head_since is None else (request.now - head_since) * 1000,
         "snapshot_age_ms": math.inf if reported_at is None else (request.now - reported_at) * 1000,
+        "queued_ms": 0.0 if head_since is None else (table.pending_us[rank] - done_us) / 1000,
+        "step_ms": table.step_us[rank] / 1000,
+        "prefill_ms": request.prefill_ms,
         "new_tokens": request.new_tokens,
         "priority": request.priority,
     }
