@@ -1,0 +1,112 @@
+"""Batches that went to a rank and still have members there: what the bound on batches in flight counts.
+
+Every member leaves by itself, once, at the event that ends its part: its first token or its end, whichever the settings
+name; a cancel, a loss or a failed send too. A batch counts until its last member left, so one early end opens no gate
+for the others. There are no bare counters: `count` is the size of the set, and `check` proves the set.
+
+Batch numbers are this gateway's own and appear on no wire; they are never used again.
+"""
+
+from collections.abc import Sequence as Seq
+
+from gateway.core.predictor import Predictor
+from gateway.core.request import Attempt
+
+
+class InFlightBatch:
+    """A batch on its way. `size` is what was sent, `members` (in order) are those that have not left.
+
+    `opened_at` is in seconds, `reason` says why it went when it did.
+    """
+
+    __slots__ = ("_predicted_us", "_predictor", "members", "number", "opened_at", "rank", "reason", "size")
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        number: int,
+        rank: int,
+        attempts: Seq[Attempt],
+        reason: str,
+        predicted_us: int,
+        opened_at: float,
+    ) -> None:
+        self._predictor = predictor
+        self._predicted_us = predicted_us
+        self.number = number
+        self.rank = rank
+        self.size = len(attempts)
+        self.members: dict[Attempt, None] = dict.fromkeys(attempts)
+        self.reason = reason
+        self.opened_at = opened_at
+
+    @property
+    def predicted_us(self) -> int:
+        """The predicted prefill of the members that are left, in microseconds.
+
+        Predicted anew when it is read: members mostly leave together, and few of the steps between are looked at.
+        """
+        if len(self.members) == self.size:
+            return self._predicted_us
+        return self._predictor.batch_us([(attempt.prompt_tokens, attempt.cached_tokens) for attempt in self.members])
+
+
+class BatchesInFlight:
+    """Owns all batches in flight, by rank, and `Attempt.batch`."""
+
+    def __init__(self, ranks: int, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._of_rank: list[dict[int, InFlightBatch]] = [{} for _ in range(ranks)]
+        self._last_number = 0
+
+    def open(self, rank: int, attempts: Seq[Attempt], reason: str, predicted_us: int, now: float) -> InFlightBatch:
+        """Count a batch that goes to `rank` now. An attempt is a member of one batch in its life.
+
+        `predicted_us` is the predicted prefill of all of them, in microseconds.
+        """
+        assert attempts, "a batch has members"
+        assert all(attempt.rank == rank and attempt.batch is None for attempt in attempts), rank
+        self._last_number += 1
+        batch = InFlightBatch(self._predictor, self._last_number, rank, attempts, reason, predicted_us, now)
+        assert len(batch.members) == batch.size, "a member twice"
+        self._of_rank[rank][batch.number] = batch
+        for attempt in attempts:
+            attempt.batch = batch
+        return batch
+
+    def leave(self, attempt: Attempt) -> bool:
+        """Take a member out of its batch. Says whether that was the last one: the rank has a batch less.
+
+        Changes nothing when the attempt left before, or was never in a batch. `attempt.batch` stays: it says where the
+        attempt was.
+        """
+        batch = attempt.batch
+        if batch is None or attempt not in batch.members:
+            return False
+        del batch.members[attempt]
+        if batch.members:
+            return False
+        del self._of_rank[batch.rank][batch.number]
+        return True
+
+    def count(self, rank: int) -> int:
+        """How many batches of the rank have members left."""
+        return len(self._of_rank[rank])
+
+    def of_rank(self, rank: int) -> list[InFlightBatch]:
+        """The rank's batches with members left, oldest first."""
+        return list(self._of_rank[rank].values())
+
+    def check(self) -> None:
+        """Assert the invariants; for tests, after every step."""
+        for rank, batches in enumerate(self._of_rank):
+            assert list(batches) == sorted(batches), rank
+            for number, batch in batches.items():
+                assert (batch.number, batch.rank) == (number, rank)
+                assert number <= self._last_number
+                assert 0 < len(batch.members) <= batch.size, number
+                for attempt in batch.members:
+                    # It names one batch: nobody is a member of two.
+                    assert attempt.batch is batch, number
+                    assert attempt.rank == rank, number
+                    assert not attempt.released, "a charge was given back, but its batch still counts it"
