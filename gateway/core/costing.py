@@ -10,8 +10,8 @@ from math import inf, isfinite, nan
 from gateway.core.formula import Aggregate, Expression, Formula
 from gateway.core.ranks import RankTable
 
-RequestValues = tuple[float, int, int, int, int, int]
-"""`(now, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority)`: a formula's arguments, in order."""
+RequestValues = tuple[float, int, int, int, int, int, float]
+"""`(now, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority, prefill_ms)`: a formula's arguments, in order."""
 
 _CostsOf = Callable[..., list[float]]
 _CostOf = Callable[..., float]

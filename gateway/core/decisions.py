@@ -12,7 +12,11 @@ import msgspec
 from gateway.core.costing import RequestValues
 from gateway.core.eligibility import REASONS
 from gateway.core.errors import Reason
+from gateway.core.gate import GATE_REASONS
 from gateway.core.presets import ResolvedPolicy
+
+GATE_KV = 255
+"""A rank's gate is open, but it has no room for this prompt: the one state that depends on the request."""
 
 
 class Decision(msgspec.Struct, gc=False, eq=False):
@@ -23,6 +27,11 @@ class Decision(msgspec.Struct, gc=False, eq=False):
     could be computed; None if none was. `ties` counts the ranks as good as the chosen one, itself
     included. `codes` (None: every rank was eligible) index `REASONS`. `columns` are copies of the
     formula's columns. `id` is 0 until a ring takes the record.
+
+    Where sequences are queued: `gate` holds each rank's gate (an index into `GATE_REASONS`, or `GATE_KV`), `queued_ms`
+    the time in the queue, `queue_depth` its length then, `dispatch_reason` why the sequence left it, and `batch` the
+    number, size and reason of the batch that it left in. `predicted_ms` and `actual_ms` are of its prefill; the second
+    is known once it is over.
     """
 
     policy: ResolvedPolicy
@@ -39,6 +48,13 @@ class Decision(msgspec.Struct, gc=False, eq=False):
     relaxed: tuple[str, ...] = ()
     refusal: Reason | None = None
     id: int = 0
+    gate: bytes | None = None
+    queued_ms: float = 0.0
+    queue_depth: int = 0
+    dispatch_reason: str = ""
+    batch: tuple[int, int, str] | None = None
+    predicted_ms: float | None = None
+    actual_ms: float | None = None
 
     @property
     def at(self) -> float:
@@ -61,6 +77,12 @@ class Decision(msgspec.Struct, gc=False, eq=False):
             return [REASONS[0]] * self.size
         return [REASONS[code] for code in self.codes]
 
+    def gates(self) -> list[str | None]:
+        """Per rank the state of its gate by name; None where no gate was looked at."""
+        if self.gate is None:
+            return [None] * self.size
+        return ["kv" if state == GATE_KV else GATE_REASONS[state] for state in self.gate]
+
     def variables(self) -> list[dict[str, float]]:
         """Per rank the values of the variables that the formula names, as they were at the decision."""
         formula = self.policy.formula
@@ -71,7 +93,7 @@ class Decision(msgspec.Struct, gc=False, eq=False):
 
     def render(self) -> dict[str, object]:
         """Everything as JSON-safe values; infinities are "inf" and "-inf", what was not evaluated is None."""
-        _, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority = self.request
+        _, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority, prefill_ms = self.request
         policy = self.policy
         return {
             "id": self.id,
@@ -94,9 +116,29 @@ class Decision(msgspec.Struct, gc=False, eq=False):
                 "new_tokens": new_tokens,
                 "max_tokens": max_tokens,
                 "priority": priority,
+                "prefill_ms": prefill_ms,
             },
+            "queue": self._render_queue(),
+            "batch": self._render_batch(),
+            "prediction": self._render_prediction(),
             "ranks": self._render_ranks(),
         }
+
+    def _render_queue(self) -> dict[str, object] | None:
+        if self.gate is None:
+            return None
+        return {"queued_ms": self.queued_ms, "depth": self.queue_depth, "reason": self.dispatch_reason}
+
+    def _render_batch(self) -> dict[str, object] | None:
+        if self.batch is None:
+            return None
+        number, size, reason = self.batch
+        return {"number": number, "size": size, "reason": reason}
+
+    def _render_prediction(self) -> dict[str, object] | None:
+        if self.predicted_ms is None:
+            return None
+        return {"predicted_ms": self.predicted_ms, "actual_ms": self.actual_ms}
 
     def _render_ranks(self) -> list[dict[str, object]]:
         costs = self.costs if self.costs is not None else [None] * self.size
@@ -104,10 +146,13 @@ class Decision(msgspec.Struct, gc=False, eq=False):
             {
                 "rank": rank,
                 "reason": reason,
+                "gate": gate,
                 "cost": _json_number(cost) if cost is not None else None,
                 "variables": {name: _json_number(value) for name, value in values.items()},
             }
-            for rank, (reason, cost, values) in enumerate(zip(self.reasons(), costs, self.variables(), strict=True))
+            for rank, (reason, gate, cost, values) in enumerate(
+                zip(self.reasons(), self.gates(), costs, self.variables(), strict=True)
+            )
         ]
 
 

@@ -1,15 +1,16 @@
 """Which ranks a request may go to: filters with one reason per rank, applied before every picker.
 
-Hard filters: the rank's state, a blocked send queue, its in-flight limit, the model's context, the
-KV capacity, and (by default) the free KV tokens. Soft filters are relaxed, weakest first, when no
+Hard filters: the rank's state, a blocked send queue, its in-flight limit, its group's budget, the model's
+context, the KV capacity, and (by default) the free KV tokens. Soft filters are relaxed, weakest first, when no
 rank passes: `kv_usage`, then `kv_fit` where it is configured as soft. A rank with nothing in flight
 has its whole KV capacity free, whatever its last snapshot said.
 """
 
+from collections.abc import Mapping
 from itertools import compress
 from typing import NamedTuple
 
-from gateway.config.schema import Filters
+from gateway.config.schema import Filters, GroupBudget
 from gateway.core.errors import Reason
 from gateway.core.ranks import RankState, RankTable
 
@@ -18,8 +19,10 @@ REASONS = (
     "kv_usage",
     "kv_fit",
     "full",
+    "group_full",
     "blocked",
     "kv_capacity",
+    "group_budget",
     "context_length",
     "lost",
     "absent",
@@ -27,11 +30,13 @@ REASONS = (
 )
 """Stable strings, weakest first. A rank that fails several filters shows the strongest."""
 
-ELIGIBLE, KV_USAGE, KV_FIT, FULL, BLOCKED, KV_CAPACITY, CONTEXT_LENGTH, LOST, ABSENT, NOT_PINNED = range(len(REASONS))
+ELIGIBLE, KV_USAGE, KV_FIT, FULL, GROUP_FULL, BLOCKED, KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH = range(9)
+LOST, ABSENT, NOT_PINNED = range(9, len(REASONS))
 _UNDECIDED = len(REASONS)
 _UNDECIDED_IF_0 = bytes([_UNDECIDED, ELIGIBLE]) + bytes(254)
 _IS_ELIGIBLE = bytes([1]) + bytes(255)
-_NEVER_FITS = (KV_CAPACITY, CONTEXT_LENGTH)
+_NO_GROUPS: Mapping[int, int] = {}
+_NEVER_FITS = (KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH)
 
 
 class Screened(NamedTuple):
@@ -44,19 +49,26 @@ class Screened(NamedTuple):
 
 
 class Eligibility:
-    """The filters over one rank table."""
+    """The filters over one rank table. `max_tokens` is the request's output limit; it counts for budgets only."""
 
     def __init__(self, settings: Filters, table: RankTable) -> None:
         self._table = table
         self._checks_fit = settings.kv_fit != "off"
         self._soft = (KV_USAGE, KV_FIT) if settings.kv_fit == "soft" else (KV_USAGE,)
+        # Most configurations have no budgets, and then nothing looks at groups.
+        self._budgets = [(group, budget) for group, budget in enumerate(table.budgets) if budget != GroupBudget()]
 
-    def is_everyone(self, prompt_tokens: int) -> bool:
+    def is_everyone(self, prompt_tokens: int, max_tokens: int) -> bool:
         """Whether every rank passes every filter, decided from whole columns; False may also mean "look closer"."""
         table = self._table
-        return table.open_count == table.size and not table.over_kv_count and self._fits_everywhere(prompt_tokens)
+        return (
+            table.open_count == table.size
+            and not table.over_kv_count
+            and self._fits_everywhere(prompt_tokens)
+            and not (self._budgets and self._closed_groups(prompt_tokens, max_tokens))
+        )
 
-    def screen(self, prompt_tokens: int) -> Screened:
+    def screen(self, prompt_tokens: int, max_tokens: int) -> Screened:
         """Every rank through every filter."""
         table = self._table
         if self._fits_everywhere(prompt_tokens):
@@ -73,12 +85,34 @@ class Eligibility:
                     )
                 ]
             )
+        closed = self._closed_groups(prompt_tokens, max_tokens) if self._budgets else _NO_GROUPS
+        if closed:
+            for rank, group in enumerate(table.group_of):
+                if group in closed:
+                    passes[rank] = False
         codes = passes.translate(_UNDECIDED_IF_0)
         rank = codes.find(_UNDECIDED)
         while rank >= 0:
-            codes[rank] = self._code(rank, prompt_tokens)
+            codes[rank] = self._code(rank, prompt_tokens, closed)
             rank = codes.find(_UNDECIDED, rank + 1)
         return self._settle(bytes(codes), is_pinned=False)
+
+    def _closed_groups(self, prompt_tokens: int, max_tokens: int) -> dict[int, int]:
+        """The groups whose budget has no room for the request: `GROUP_FULL`, or `GROUP_BUDGET` if it never has."""
+        table = self._table
+        kv_tokens = prompt_tokens + max_tokens
+        closed: dict[int, int] = {}
+        for group, budget in self._budgets:
+            requests, prompts, kv = budget.max_requests, budget.max_prompt_tokens, budget.max_kv_tokens
+            if (prompts is not None and prompt_tokens > prompts) or (kv is not None and kv_tokens > kv):
+                closed[group] = GROUP_BUDGET
+            elif (
+                (requests is not None and table.group_in_flight[group] >= requests)
+                or (prompts is not None and table.group_prompt_tokens[group] + prompt_tokens > prompts)
+                or (kv is not None and table.group_kv_tokens[group] + kv_tokens > kv)
+            ):
+                closed[group] = GROUP_FULL
+        return closed
 
     def _fits_everywhere(self, prompt_tokens: int) -> bool:
         table = self._table
@@ -91,10 +125,11 @@ class Eligibility:
             return prompt_tokens < table.kv_floor_tokens or prompt_tokens < table.raise_kv_floor()
         return prompt_tokens < min(table.kv_capacity_tokens)
 
-    def screen_pinned(self, prompt_tokens: int, pinned: int) -> Screened:
+    def screen_pinned(self, prompt_tokens: int, max_tokens: int, pinned: int) -> Screened:
         """Only the pinned rank; soft filters can't turn it away."""
+        closed = self._closed_groups(prompt_tokens, max_tokens) if self._budgets else _NO_GROUPS
         codes = bytearray([NOT_PINNED]) * self._table.size
-        codes[pinned] = self._code(pinned, prompt_tokens)
+        codes[pinned] = self._code(pinned, prompt_tokens, closed)
         return self._settle(bytes(codes), is_pinned=True)
 
     def _settle(self, codes: bytes, *, is_pinned: bool) -> Screened:
@@ -109,7 +144,7 @@ class Eligibility:
             return Screened(codes, _eligible(codes), relaxed)
         return Screened(codes, [], (), _refusal(codes, is_pinned=is_pinned))
 
-    def _code(self, rank: int, prompt_tokens: int) -> int:
+    def _code(self, rank: int, prompt_tokens: int, closed: Mapping[int, int]) -> int:
         """The strongest reason against a rank."""
         table = self._table
         state = table.state[rank]
@@ -117,10 +152,15 @@ class Eligibility:
             return LOST if state is RankState.LOST else ABSENT
         if 0 < table.max_model_len[rank] <= prompt_tokens:  # no room for one generated token
             return CONTEXT_LENGTH
+        group_code = closed.get(table.group_of[rank], ELIGIBLE) if closed else ELIGIBLE
+        if group_code == GROUP_BUDGET:
+            return GROUP_BUDGET
         if prompt_tokens >= table.kv_capacity_tokens[rank]:
             return KV_CAPACITY
         if table.is_blocked[rank]:
             return BLOCKED
+        if group_code:
+            return group_code
         if not table.is_open[rank]:
             return FULL
         if self._checks_fit and prompt_tokens > table.free_kv_tokens[rank]:
@@ -138,5 +178,5 @@ def _refusal(codes: bytes, *, is_pinned: bool) -> Reason:
     if not joined:
         return Reason.PINNED_RANK_UNAVAILABLE if is_pinned else Reason.NO_ELIGIBLE_RANK
     if joined.issubset(_NEVER_FITS):
-        return Reason.PROMPT_TOO_LONG
+        return Reason.KV_TOO_SMALL if joined == {KV_CAPACITY} else Reason.PROMPT_TOO_LONG
     return Reason.KV_FULL if KV_FIT in joined else Reason.RANKS_FULL

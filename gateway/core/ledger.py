@@ -4,6 +4,10 @@ The invariant that everything rests on: for every rank, the columns that this mo
 sums over that rank's live attempts (`check` verifies it). There are no bare counters to drift.
 """
 
+# ruff: noqa: FURB136 - a comparison costs a tenth of a call of `max`, and these run several times per request
+
+from math import inf
+
 from gateway.core.counters import Counters
 from gateway.core.ranks import RankTable
 from gateway.core.request import Attempt
@@ -18,27 +22,48 @@ class Ledger:
         self.live: dict[str, Attempt] = {}
         self._of_rank: list[dict[str, Attempt]] = [{} for _ in range(table.size)]
         self._unstarted: list[dict[str, Attempt]] = [{} for _ in range(table.size)]
+        self._prefilled_until = [-inf] * table.size
+        """Up to when a rank's time was given to attempts that have started."""
 
     def charge(self, attempt: Attempt, now: float) -> None:
-        """Count an attempt on its rank. Runs in the same synchronous step as the pick."""
+        """Count an attempt on its rank. Runs in the same synchronous step as the pick.
+
+        Its `cached_tokens`, `max_tokens` and `prefill_us` must not change from here to its release.
+        """
         table, rank = self._table, attempt.rank
         self.live[attempt.wire_id] = attempt
         self._of_rank[rank][attempt.wire_id] = attempt
         unstarted = self._unstarted[rank]
         if not unstarted:
-            table.head_since[rank] = now
+            table.set_head(rank, now, attempt.prefill_us)
         unstarted[attempt.wire_id] = attempt
+        prompt_tokens, kv_tokens = attempt.prompt_tokens, attempt.prompt_tokens + attempt.max_tokens
         table.in_flight[rank] += 1
         table.in_flight_prefill[rank] += 1
-        table.queued_tokens[rank] += max(1, attempt.prompt_tokens - attempt.cached_tokens)
-        table.own_tokens[rank] += attempt.prompt_tokens
+        new_tokens = prompt_tokens - attempt.cached_tokens
+        table.queued_tokens[rank] += new_tokens if new_tokens > 0 else 1
+        table.pending_us[rank] += attempt.prefill_us
+        table.own_tokens[rank] += prompt_tokens
+        table.prompt_tokens_in_flight[rank] += prompt_tokens
+        table.kv_reserved_tokens[rank] += kv_tokens
+        table.count_in_group(rank, 1, prompt_tokens, kv_tokens)
         table.sent_since_snapshot[rank] += 1
         table.refresh(rank)
 
     def start(self, attempt: Attempt, now: float) -> None:
-        """The first token arrived: the attempt moves from prefill to decode."""
+        """The first token arrived: the attempt moves from prefill to decode.
+
+        Its actual prefill is the time since it, or who was the head before it, became the head. A rank's time is given
+        away once: of several that start in one batch, the first gets it and the others get 0.
+        """
         table, rank = self._table, attempt.rank
         attempt.first_token_at = now
+        since, until = table.head_since[rank], self._prefilled_until[rank]
+        assert since is not None
+        # Differences of rounded times, not rounded differences: their sum has no rounding error of its own.
+        actual_us = round(now * 1e6) - round((since if since > until else until) * 1e6)
+        attempt.actual_prefill_us = actual_us if actual_us > 0 else 0
+        self._prefilled_until[rank] = now
         self._leave_unstarted(attempt, now)
         table.in_flight_prefill[rank] -= 1
         table.in_flight_decode[rank] += 1
@@ -62,13 +87,17 @@ class Ledger:
         del self.live[attempt.wire_id]
         mine = self._of_rank[rank]
         del mine[attempt.wire_id]
+        prompt_tokens, kv_tokens = attempt.prompt_tokens, attempt.prompt_tokens + attempt.max_tokens
         table.in_flight[rank] -= 1
+        table.prompt_tokens_in_flight[rank] -= prompt_tokens
+        table.kv_reserved_tokens[rank] -= kv_tokens
+        table.count_in_group(rank, -1, -prompt_tokens, -kv_tokens)
         if attempt.first_token_at is None:
             self._leave_unstarted(attempt, now)
             table.in_flight_prefill[rank] -= 1
-            table.own_tokens[rank] -= attempt.prompt_tokens
+            table.own_tokens[rank] -= prompt_tokens
         else:
-            held = attempt.prompt_tokens + attempt.tokens_out
+            held = prompt_tokens + attempt.tokens_out
             table.in_flight_decode[rank] -= 1
             table.ctx_tokens[rank] -= held
             table.own_tokens[rank] -= held
@@ -89,33 +118,55 @@ class Ledger:
         """The rank's live attempts, oldest first."""
         return list(self._of_rank[rank].values())
 
+    def audit(self, rank: int) -> list[str]:
+        """Names of the rank's columns that are not what its live attempts add up to. One pass over these attempts."""
+        table, attempts = self._table, list(self._of_rank[rank].values())
+        started = [a for a in attempts if a.first_token_at is not None]
+        unstarted = [a for a in attempts if a.first_token_at is None]
+        prompts, out = sum(a.prompt_tokens for a in attempts), sum(a.tokens_out for a in started)
+        head_us = unstarted[0].prefill_us if unstarted else 0
+        expected = {
+            "in_flight": len(attempts),
+            "in_flight_prefill": len(unstarted),
+            "in_flight_decode": len(started),
+            "queued_tokens": sum(max(1, a.prompt_tokens - a.cached_tokens) for a in unstarted),
+            "ctx_tokens": sum(a.prompt_tokens for a in started) + out,
+            "own_tokens": prompts + out,
+            "prompt_tokens_in_flight": prompts,
+            "kv_reserved_tokens": prompts + sum(a.max_tokens for a in attempts),
+            "pending_us": sum(a.prefill_us for a in unstarted),
+            "head_us": head_us,
+            "head_credit_us": head_us if table.is_sole_gateway else 0,
+        }
+        wrong = [name for name, value in expected.items() if getattr(table, name)[rank] != value]
+        if (table.head_since[rank] is None) is not (not unstarted):
+            wrong.append("head_since")
+        return wrong
+
     def check(self) -> None:
         """Assert the invariant; for tests, after every step."""
         table = self._table
         assert sum(len(mine) for mine in self._of_rank) == len(self.live)
         for rank, mine in enumerate(self._of_rank):
             attempts = list(mine.values())
-            started = [a for a in attempts if a.first_token_at is not None]
-            unstarted = [a for a in attempts if a.first_token_at is None]
             assert all(not a.released and a.rank == rank and self.live[a.wire_id] is a for a in attempts)
-            assert list(self._unstarted[rank].values()) == unstarted, rank
-            assert (table.head_since[rank] is None) == (not unstarted), rank
-            assert table.in_flight[rank] == len(attempts), rank
-            assert table.in_flight_prefill[rank] == len(unstarted), rank
-            assert table.in_flight_decode[rank] == len(started), rank
-            queued = sum(max(1, a.prompt_tokens - a.cached_tokens) for a in unstarted)
-            assert table.queued_tokens[rank] == queued, rank
-            context = sum(a.prompt_tokens + a.tokens_out for a in started)
-            assert table.ctx_tokens[rank] == context, rank
-            assert table.own_tokens[rank] == context + sum(a.prompt_tokens for a in unstarted), rank
+            assert list(self._unstarted[rank].values()) == [a for a in attempts if a.first_token_at is None], rank
+            assert self.audit(rank) == [], rank
+        for group in range(len(table.group_names)):
+            ranks = [rank for rank in range(table.size) if table.group_of[rank] == group]
+            assert table.group_in_flight[group] == sum(table.in_flight[rank] for rank in ranks), group
+            assert table.group_prompt_tokens[group] == sum(table.prompt_tokens_in_flight[rank] for rank in ranks), group
+            assert table.group_kv_tokens[group] == sum(table.kv_reserved_tokens[rank] for rank in ranks), group
 
     def _leave_unstarted(self, attempt: Attempt, now: float) -> None:
         table, rank = self._table, attempt.rank
         unstarted = self._unstarted[rank]
         was_head = next(iter(unstarted)) == attempt.wire_id
         del unstarted[attempt.wire_id]
-        table.queued_tokens[rank] -= max(1, attempt.prompt_tokens - attempt.cached_tokens)
+        new_tokens = attempt.prompt_tokens - attempt.cached_tokens
+        table.queued_tokens[rank] -= new_tokens if new_tokens > 0 else 1
+        table.pending_us[rank] -= attempt.prefill_us
         if not unstarted:
-            table.head_since[rank] = None
+            table.set_head(rank, None, 0)
         elif was_head:
-            table.head_since[rank] = now
+            table.set_head(rank, now, next(iter(unstarted.values())).prefill_us)

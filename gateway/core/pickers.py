@@ -40,6 +40,15 @@ class Picker(Protocol):
         """Choose among the eligible ranks, which are never none."""
         ...
 
+    def pick_among(
+        self, request: RequestValues, eligible: list[int] | None, passing: list[int], costs: list[float] | None
+    ) -> Pick:
+        """Choose among `passing`, which are some of the eligible ranks; `fleet_*` still look at all eligible ones.
+
+        `costs` are those of every rank, where they have been computed already.
+        """
+        ...
+
 
 class Argmin:
     """The best cost; costs within the tolerance of it are ties, decided by `tie_break`."""
@@ -63,9 +72,15 @@ class Argmin:
         if self._direct is None:
             return self.best(self._cost.all_ranks(request, eligible), eligible)
         # Spelled out: a call with * leaves the interpreter's fast path.
-        now, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority = request
-        costs = self._direct(now, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority)
+        now, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority, prefill_ms = request
+        costs = self._direct(now, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority, prefill_ms)
         return self.best(costs, eligible)
+
+    def pick_among(
+        self, request: RequestValues, eligible: list[int] | None, passing: list[int], costs: list[float] | None
+    ) -> Pick:
+        """As `pick`: every rank is evaluated, the passing ones compete."""
+        return self.best(costs if costs is not None else self._cost.all_ranks(request, eligible), passing)
 
     def best(self, costs: list[float], eligible: list[int] | None) -> Pick:
         """The best of `eligible` by costs that are already computed."""
@@ -127,14 +142,23 @@ class PowerOfTwo:
 
     def pick(self, request: RequestValues, eligible: list[int] | None) -> Pick:
         """Draw the pair without replacement."""
-        ranks = range(self._table.size) if eligible is None else eligible
-        pair = list(ranks)
-        if len(pair) > 2:
-            first = int(self._state.rng() * len(ranks))
-            second = int(self._state.rng() * (len(ranks) - 1))
-            second += second >= first
-            pair = sorted((ranks[first], ranks[second]))
+        pair = self._draw(range(self._table.size) if eligible is None else eligible)
         return self._argmin.best(self._cost.some_ranks(request, eligible, pair), pair)
+
+    def pick_among(
+        self, request: RequestValues, eligible: list[int] | None, passing: list[int], costs: list[float] | None
+    ) -> Pick:
+        """As `pick`, with a pair of passing ranks."""
+        pair = self._draw(passing)
+        return self._argmin.best(costs if costs is not None else self._cost.some_ranks(request, eligible, pair), pair)
+
+    def _draw(self, ranks: Sequence[int]) -> list[int]:
+        if len(ranks) <= 2:
+            return list(ranks)
+        first = int(self._state.rng() * len(ranks))
+        second = int(self._state.rng() * (len(ranks) - 1))
+        second += second >= first
+        return sorted((ranks[first], ranks[second]))
 
 
 class Random:
@@ -148,6 +172,16 @@ class Random:
         """Draw one."""
         ranks = range(self._table.size) if eligible is None else eligible
         return (ranks[int(self._state.rng() * len(ranks))], len(ranks), None)
+
+    def pick_among(
+        self,
+        request: RequestValues,
+        eligible: list[int] | None,  # noqa: ARG002 - uses no cost
+        passing: list[int],
+        costs: list[float] | None,  # noqa: ARG002 - uses no cost
+    ) -> Pick:
+        """Draw one of the passing."""
+        return self.pick(request, passing)
 
 
 class RoundRobin:
@@ -164,6 +198,16 @@ class RoundRobin:
             rank = next((number for number in eligible if number >= rank), eligible[0])
         self._state.cursor = (rank + 1) % self._table.size
         return (rank, 1, None)
+
+    def pick_among(
+        self,
+        request: RequestValues,
+        eligible: list[int] | None,  # noqa: ARG002 - uses no cost
+        passing: list[int],
+        costs: list[float] | None,  # noqa: ARG002 - uses no cost
+    ) -> Pick:
+        """Take the next of the passing."""
+        return self.pick(request, passing)
 
 
 def make_picker(policy: ResolvedPolicy, cost: CostFunction | None, table: RankTable, state: PickState) -> Picker:

@@ -3,17 +3,35 @@
 Nothing here changes the rank table: the caller charges the chosen rank before it decides again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from math import inf
+from typing import Final, NamedTuple
 
 from gateway.config import schema
 from gateway.core.costing import CostFunction, RequestValues
-from gateway.core.decisions import Decision
+from gateway.core.decisions import GATE_KV, Decision
 from gateway.core.eligibility import Eligibility, Screened
-from gateway.core.pickers import PickState, make_picker
+from gateway.core.pickers import Pick, PickState, make_picker
 from gateway.core.presets import resolve
 from gateway.core.ranks import RankTable
+
+_NoPick = tuple[None, int, None]
+_NO_PICK: _NoPick = (None, 0, None)
+KvFits = Callable[[int, int], bool]
+"""`(rank, prompt_tokens)`: whether the rank has room for a prompt of that length now."""
+
+
+class Held(NamedTuple):
+    """A sequence is better kept back for one of `ranks`, which cost far less than any that may take it now.
+
+    `best` is the cheapest of those that may; `is_idle` says that one of them has nothing in flight. To place it
+    nevertheless, decide again with a `hold_ratio` of 0.
+    """
+
+    ranks: tuple[int, ...]
+    best: int
+    is_idle: bool
 
 
 class Policy:
@@ -44,6 +62,8 @@ class Policy:
         self._state = PickState(rng)
         self._picker = make_picker(self.resolved, self._cost, table, self._state)
         self._copy_columns = formula.copy_columns if formula is not None else _no_columns
+        # Whether the two counts below can ever move.
+        self.may_fault: Final = self._cost is not None and self._cost.direct is None
 
     @property
     def non_finite_costs(self) -> int:
@@ -65,12 +85,13 @@ class Policy:
         cached_tokens: int = 0,
         pinned_rank: int | None = None,
         label: str = "",
+        prefill_ms: float = 0.0,
     ) -> Decision:
         """Choose a rank for one sequence; `pinned_rank` is a valid rank number. Never raises for a full table."""
-        new_tokens = prompt_tokens - cached_tokens
-        request = (now, prompt_tokens, cached_tokens, new_tokens if new_tokens > 0 else 1, max_tokens, priority)
+        new = prompt_tokens - cached_tokens
+        request = (now, prompt_tokens, cached_tokens, new if new > 0 else 1, max_tokens, priority, prefill_ms)
         table = self._table
-        if pinned_rank is None and self._eligibility.is_everyone(prompt_tokens):
+        if pinned_rank is None and self._eligibility.is_everyone(prompt_tokens, max_tokens):
             rank, ties, costs = self._picker.pick(request, None)
             return Decision(
                 self.resolved,
@@ -84,11 +105,76 @@ class Policy:
                 ties,
                 table.size,
             )
+        pick: Pick | _NoPick = _NO_PICK
         if pinned_rank is None:
-            screened = self._eligibility.screen(prompt_tokens)
+            screened = self._eligibility.screen(prompt_tokens, max_tokens)
+            if screened.eligible:
+                pick = self._picker.pick(request, screened.eligible)
         else:
-            screened = self._eligibility.screen_pinned(prompt_tokens, pinned_rank)
-        return self._decide_among(screened, request, pinned_rank, label)
+            screened = self._eligibility.screen_pinned(prompt_tokens, max_tokens, pinned_rank)
+            if screened.eligible:
+                pick = self._pinned(request, pinned_rank)
+        return self._record(screened, request, pinned_rank, label, pick)
+
+    def refuse(
+        self,
+        now: float,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        priority: int = 0,
+        pinned_rank: int | None = None,
+        label: str = "",
+        prefill_ms: float = 0.0,
+    ) -> Decision | None:
+        """What `decide` would say if no rank is eligible; None if some rank is. Leaves no trace."""
+        screened = self._screen(prompt_tokens, max_tokens, pinned_rank)
+        if screened is None or screened.eligible:
+            return None
+        request = (now, prompt_tokens, 0, prompt_tokens, max_tokens, priority, prefill_ms)
+        return self._record(screened, request, pinned_rank, label, _NO_PICK)
+
+    def decide_gated(  # noqa: PLR0913 - one request's values, and the three of late binding
+        self,
+        now: float,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        priority: int = 0,
+        cached_tokens: int = 0,
+        pinned_rank: int | None = None,
+        label: str = "",
+        prefill_ms: float = 0.0,
+        gate: bytes,
+        kv_fits: KvFits | None,
+        hold_ratio: float,
+    ) -> Decision | Held | None:
+        """Late binding: as `decide`, but only a rank whose gate is open (0) and that `kv_fits` (None: all) may be chosen.
+
+        The filters do not know of gates: with no eligible rank the result is a refusal as in `decide`, and a rank that
+        a soft filter shuns stays out while there is another eligible one, passing or not. None: no eligible rank
+        passes now. `Held` (if `hold_ratio` > 0 and the picker has costs): an eligible rank that does not pass costs
+        less than `hold_ratio` times the best that does. Only a `Decision` leaves a trace.
+        """
+        new = prompt_tokens - cached_tokens
+        request = (now, prompt_tokens, cached_tokens, new if new > 0 else 1, max_tokens, priority, prefill_ms)
+        screened = self._screen(prompt_tokens, max_tokens, pinned_rank)
+        eligible = screened.eligible if screened is not None else None
+        if screened is not None and not eligible:
+            return self._record(screened, request, pinned_rank, label, _NO_PICK)
+        ranks = range(self._table.size) if eligible is None else eligible
+        passing = [rank for rank in ranks if not gate[rank] and (kv_fits is None or kv_fits(rank, prompt_tokens))]
+        if not passing:
+            return None
+        if pinned_rank is not None:
+            pick: Pick | Held = self._pinned(request, pinned_rank)
+        elif len(passing) == len(ranks):
+            pick = self._picker.pick(request, eligible)  # nobody better is kept out
+        else:
+            pick = self._pick_passing(request, eligible, passing, hold_ratio)
+        if isinstance(pick, Held):
+            return pick
+        return self._record(screened, request, pinned_rank, label, pick, _with_kv(gate, ranks, passing))
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -109,37 +195,100 @@ class Policy:
     def nominal_costs(self, now: float) -> list[float] | None:
         """What each rank costs a one-token prompt now, eligible or not; None where the policy has no formula.
 
-        For displays: like `dry_run`, it leaves no trace.
+        For displays: like `dry_run`, it leaves no trace. The prompt's own predicted prefill is left out.
         """
         if self._cost is None:
             return None
         with self.dry_run():
-            return self._cost.all_ranks((now, 1, 0, 1, 1, 0), None)
+            return self._cost.all_ranks((now, 1, 0, 1, 1, 0, 0.0), None)
 
-    def _decide_among(self, screened: Screened, request: RequestValues, pinned: int | None, label: str) -> Decision:
-        """The path for a pin, or when some rank does not pass every filter."""
-        codes, eligible, relaxed, refusal = screened
-        rank, ties, costs = None, 0, None
-        if eligible and pinned is not None:
-            rank, ties = pinned, 1
-            costs = self._cost.some_ranks(request, eligible, eligible) if self._cost is not None else None
-        elif eligible:
-            rank, ties, costs = self._picker.pick(request, eligible)
+    def _screen(self, prompt_tokens: int, max_tokens: int, pinned: int | None) -> Screened | None:
+        """None: every rank is eligible."""
+        if pinned is not None:
+            return self._eligibility.screen_pinned(prompt_tokens, max_tokens, pinned)
+        if self._eligibility.is_everyone(prompt_tokens, max_tokens):
+            return None
+        return self._eligibility.screen(prompt_tokens, max_tokens)
+
+    def _pinned(self, request: RequestValues, pinned: int) -> Pick:
+        only = [pinned]
+        return (pinned, 1, self._cost.some_ranks(request, only, only) if self._cost is not None else None)
+
+    def _pick_passing(
+        self, request: RequestValues, eligible: list[int] | None, passing: list[int], hold_ratio: float
+    ) -> Pick | Held:
+        cost = self._cost
+        if cost is None or not hold_ratio > 0:
+            return self._picker.pick_among(request, eligible, passing, None)
+        faults = cost.non_finite
+        costs = cost.all_ranks(request, eligible)
+        held = self._held(costs, eligible, passing, hold_ratio)
+        if held is not None:
+            cost.non_finite = faults
+            return held
+        return self._picker.pick_among(request, eligible, passing, costs)
+
+    def _held(
+        self, costs: list[float], eligible: list[int] | None, passing: list[int], hold_ratio: float
+    ) -> Held | None:
+        """Shares of a cost mean something only between positive costs; others never hold."""
+        ranks = range(self._table.size) if eligible is None else eligible
+        # What passes is no better than the best of it, and so not among the better ones.
+        if self.resolved.objective == "max":
+            best = max(passing, key=costs.__getitem__)
+            limit = costs[best] / hold_ratio
+            better = [rank for rank in ranks if costs[rank] > limit]
+        else:
+            best = min(passing, key=costs.__getitem__)
+            limit = costs[best] * hold_ratio
+            better = [rank for rank in ranks if costs[rank] < limit]
+        if not better or not 0 < costs[best] < inf:
+            return None
+        in_flight = self._table.in_flight
+        return Held(tuple(better), best, any(not in_flight[rank] for rank in passing))
+
+    def _record(
+        self,
+        screened: Screened | None,
+        request: RequestValues,
+        pinned: int | None,
+        label: str,
+        pick: Pick | _NoPick,
+        gate: bytes | None = None,
+    ) -> Decision:
+        """The path for a pin, for a gate, or when some rank does not pass every filter (`screened` None: all do)."""
+        table = self._table
+        columns = self._copy_columns(table)
+        rank, ties, costs = pick
+        codes, eligible, relaxed, refusal = screened if screened is not None else (None, None, (), None)
         return Decision(
             self.resolved,
-            self._table.size,
+            table.size,
             label,
             request,
             pinned,
-            self._copy_columns(self._table),
+            columns,
             rank,
             costs,
             ties,
-            len(eligible),
+            len(eligible) if eligible is not None else table.size,
             codes,
             relaxed,
             refusal,
+            gate=gate,
         )
+
+
+def _with_kv(gate: bytes, ranks: Sequence[int], passing: list[int]) -> bytes:
+    """The gate's states, with `GATE_KV` for the ranks that only lack room."""
+    if gate.count(0) == len(passing):
+        return gate
+    states = bytearray(gate)
+    for rank in ranks:
+        states[rank] = states[rank] or GATE_KV
+    for rank in passing:
+        states[rank] = 0
+    return bytes(states)
 
 
 def _zero() -> float:

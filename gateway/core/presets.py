@@ -21,6 +21,17 @@ _SMG_KV = "(reported_waiting * 6 * max(0, kv_usage - 0.5) if reported_waiting > 
 PRESETS: dict[PresetName, Policy] = {
     # Queued prefill work times batch size: arXiv 2603.15202.
     "lmetric": Policy(cost="(queued_tokens + new_tokens) * (in_flight + 1)", picker="argmin", tie_break="random"),
+    # Predicted time to the first token, plus what it costs those that decode there: the batch n. That weight fades
+    # out as even the shortest queue grows, for then waiting is all that counts. The same as
+    # queued_ms * (1 + 0.2 * u * n) + prefill_ms * (1 + 0.4 * u * n) with u = 1 / (1 + fleet_min(queued_ms) / 100),
+    # put so that the minimum is taken once. No term for a full KV cache: the filters `kv_fit` and `kv_usage` keep such
+    # ranks out before a cost is looked at.
+    "predicted": Policy(
+        cost="queued_ms + prefill_ms"
+        " + in_flight * (0.2 * queued_ms + 0.4 * prefill_ms) / (1 + fleet_min(queued_ms) / 100)",
+        picker="argmin",
+        tie_break="random",
+    ),
     # Engine client of smg-project/smg: one client, so its own in-flight is the floor of what is reported.
     "smg": Policy(
         cost=f"max(in_flight, reported_waiting + reported_running) + {_SMG_KV}", picker="argmin", tie_break="rotate"

@@ -5,15 +5,21 @@ configuration. Columns are plain lists so that a compiled cost formula runs over
 comprehension. Only `Router` and the parts it owns (ledger, load) write here.
 """
 
+# ruff: noqa: FURB136, PLR1730 - a comparison costs a tenth of a call of `max`, and `refresh` runs several times per request
+
 from enum import StrEnum
 from math import inf
 
 from gateway.config.schema import Config
-from gateway.core.rank_row import RankRow
+from gateway.core.rank_row import RankRow, restore_own_work, restore_report
 from gateway.types import FAMILIES, RankInfo
 
 DEFAULT_MAX_IN_FLIGHT = 1024
 SLOTS_FACTOR = 4
+DEFAULT_MEAN_OUT_TOKENS = 128
+MAX_STEP_US = 10_000_000
+_STEP_SMOOTHING = 0.1
+_OUT_TOKENS_SMOOTHING = 0.05
 
 
 class RankState(StrEnum):
@@ -24,6 +30,7 @@ class RankState(StrEnum):
     LOST = "LOST"
 
 
+_READY = RankState.READY
 TRANSITIONS: dict[RankState, dict[str, RankState]] = {
     RankState.ABSENT: {"joined": RankState.READY},
     RankState.READY: {"joined": RankState.READY, "lost": RankState.LOST},
@@ -38,21 +45,9 @@ class RankTable:
     def __init__(self, config: Config) -> None:
         size = sum(group.ranks for group in config.groups)
         self.size = size
-        self.group_names = [group.name for group in config.groups]
-        self.group_of: list[int] = []
-        self.group_rank: list[int] = []
-        self.engine_index: list[int] = []
-        self.is_resident: list[bool] = []
-        self.counts_tokens: list[bool] = []
-        for number, group in enumerate(config.groups):
-            family = FAMILIES[group.protocol]
-            semantics = group.load_semantics or family.load_semantics
-            for index in range(group.ranks):
-                self.group_of.append(number)
-                self.group_rank.append(index)
-                self.engine_index.append(group.start_index + index)
-                self.is_resident.append(semantics == "resident")
-                self.counts_tokens.append(family.counts_completion_tokens)
+        self._lay_out(config)
+        self.budgets = [group.budget for group in config.groups]
+        self.is_sole_gateway = config.gateways == 1
         self._max_in_flight_setting = config.admission.max_in_flight_per_rank
         self._max_kv_usage = config.filters.max_kv_usage
 
@@ -63,15 +58,12 @@ class RankTable:
         self.max_model_len = [0] * size
         self.is_blocked = [False] * size
 
-        # Own work. `queued_tokens` are prompt tokens of attempts without a first token.
-        self.in_flight = [0] * size
-        self.in_flight_prefill = [0] * size
-        self.in_flight_decode = [0] * size
-        self.queued_tokens = [0] * size
-        self.ctx_tokens = [0] * size
-        self.own_tokens = [0] * size
-        self.sent_since_snapshot = [0] * size
-        self.head_since: list[float | None] = [None] * size
+        self._start_idle(size, len(config.groups))
+
+        # What the rank has shown. A step of 0 is unknown.
+        self.step_us = [0] * size
+        mean = config.predictor.mean_out_tokens if config.predictor is not None else DEFAULT_MEAN_OUT_TOKENS
+        self.mean_out_tokens = [float(mean)] * size
 
         # The last snapshot, raw and normalised.
         self.reported_running = [0] * size
@@ -94,19 +86,63 @@ class RankTable:
         self.kv_floor_tokens = inf
         """A lower bound of `free_kv_tokens`; `raise_kv_floor` makes it exact."""
 
+    def _start_idle(self, size: int, groups: int) -> None:
+        """The columns of own work, by rank and by group."""
+        # Own work. `queued_tokens` are prompt tokens of attempts without a first token, `pending_us` their predicted
+        # prefill, `head_us` that of the oldest of them; `kv_reserved_tokens` what all attempts may grow to.
+        self.in_flight = [0] * size
+        self.in_flight_prefill = [0] * size
+        self.in_flight_decode = [0] * size
+        self.queued_tokens = [0] * size
+        self.ctx_tokens = [0] * size
+        self.own_tokens = [0] * size
+        self.sent_since_snapshot = [0] * size
+        self.prompt_tokens_in_flight = [0] * size
+        self.kv_reserved_tokens = [0] * size
+        self.pending_us = [0] * size
+        self.head_us = [0] * size
+        self.head_credit_us = [0] * size
+        """`head_us`, or 0 where other gateways' work may be the one that the rank is busy with."""
+        self.head_since: list[float | None] = [None] * size
+
+        # Own work by group, for `GroupBudget`.
+        self.group_in_flight = [0] * groups
+        self.group_prompt_tokens = [0] * groups
+        self.group_kv_tokens = [0] * groups
+
+    def _lay_out(self, config: Config) -> None:
+        """What the configuration fixes for each rank."""
+        self.group_names = [group.name for group in config.groups]
+        self.group_of: list[int] = []
+        self.group_rank: list[int] = []
+        self.engine_index: list[int] = []
+        self.is_resident: list[bool] = []
+        self.counts_tokens: list[bool] = []
+        for number, group in enumerate(config.groups):
+            family = FAMILIES[group.protocol]
+            semantics = group.load_semantics or family.load_semantics
+            for index in range(group.ranks):
+                self.group_of.append(number)
+                self.group_rank.append(index)
+                self.engine_index.append(group.start_index + index)
+                self.is_resident.append(semantics == "resident")
+                self.counts_tokens.append(family.counts_completion_tokens)
+
     def refresh(self, rank: int) -> None:
-        """Recompute the derived columns of one rank; called after every change to it."""
+        """Recompute the derived columns of one rank; called after every change to it, several times per request."""
         in_flight = self.in_flight[rank]
-        self.foreign[rank] = max(0, self.running[rank] + self.waiting[rank] - in_flight)
-        capacity = self.kv_capacity_tokens[rank]
+        foreign = self.running[rank] + self.waiting[rank] - in_flight
+        self.foreign[rank] = foreign if foreign > 0 else 0
         usage = self.kv_usage[rank]
+        free = capacity = self.kv_capacity_tokens[rank]
         if capacity is not inf:
-            used = max(usage * capacity, self.own_tokens[rank]) if in_flight else 0
-            free = self.free_kv_tokens[rank] = capacity - used
-            self.kv_floor_tokens = min(self.kv_floor_tokens, free)
-        is_open = (
-            self.state[rank] is RankState.READY and not self.is_blocked[rank] and in_flight < self.max_in_flight[rank]
-        )
+            if in_flight:
+                reported, own = usage * capacity, self.own_tokens[rank]
+                free -= reported if reported > own else own
+            self.free_kv_tokens[rank] = free
+            if free < self.kv_floor_tokens:
+                self.kv_floor_tokens = free
+        is_open = self.state[rank] is _READY and not self.is_blocked[rank] and in_flight < self.max_in_flight[rank]
         if is_open is not self.is_open[rank]:
             self.is_open[rank] = is_open
             self.open_count += 1 if is_open else -1
@@ -133,6 +169,9 @@ class RankTable:
             slots = info.max_num_seqs
             self.max_in_flight[rank] = SLOTS_FACTOR * slots if slots else DEFAULT_MAX_IN_FLIGHT
         self.is_blocked[rank] = False
+        self.count_in_group(
+            rank, -self.in_flight[rank], -self.prompt_tokens_in_flight[rank], -self.kv_reserved_tokens[rank]
+        )
         for column in (
             self.in_flight,
             self.in_flight_prefill,
@@ -140,10 +179,56 @@ class RankTable:
             self.queued_tokens,
             self.ctx_tokens,
             self.own_tokens,
+            self.prompt_tokens_in_flight,
+            self.kv_reserved_tokens,
+            self.pending_us,
+            # The engine may be another one now. How long outputs are is up to the callers, and stays.
+            self.step_us,
         ):
             column[rank] = 0
-        self.head_since[rank] = None
+        self.set_head(rank, None, 0)
         self.forget_snapshot(rank)
+
+    def set_head(self, rank: int, since: float | None, prefill_us: int) -> None:
+        """Another attempt (or none) is now the rank's oldest without a first token."""
+        self.head_since[rank] = since
+        self.head_us[rank] = prefill_us
+        self.head_credit_us[rank] = prefill_us if self.is_sole_gateway else 0
+
+    def observe_step(self, rank: int, gap_us: int) -> None:
+        """Learn from the time between two consecutive batches of a busy rank that both had decoding rows.
+
+        Gaps that are no time, or longer than `MAX_STEP_US` (a pause, not a step), are left out.
+        """
+        if not 0 < gap_us <= MAX_STEP_US:
+            return
+        mean = self.step_us[rank]
+        self.step_us[rank] = mean + round(_STEP_SMOOTHING * (gap_us - mean)) if mean else gap_us
+
+    def observe_finished(self, rank: int, tokens: int) -> None:
+        """Learn from an attempt that ended by itself after `tokens` tokens."""
+        self.mean_out_tokens[rank] += _OUT_TOKENS_SMOOTHING * (tokens - self.mean_out_tokens[rank])
+
+    def unstarted_us(self, rank: int, now: float) -> int:
+        """Predicted prefill that is still to be done on the rank, in microseconds.
+
+        The head is being worked on since `head_since`. Its time counts up to its own prediction: a head that takes
+        longer says nothing about those behind it.
+        """
+        since = self.head_since[rank]
+        elapsed_us = 0 if since is None else max(0, round((now - since) * 1e6))
+        return self.pending_us[rank] - min(self.head_us[rank], elapsed_us)
+
+    def expected_out_tokens(self) -> float:
+        """Tokens that a sequence generates, by what the ranks have shown."""
+        return sum(self.mean_out_tokens) / self.size
+
+    def count_in_group(self, rank: int, in_flight: int, prompt_tokens: int, kv_tokens: int) -> None:
+        """Add what the rank's own columns gained (or lost) to the sums of its group."""
+        group = self.group_of[rank]
+        self.group_in_flight[group] += in_flight
+        self.group_prompt_tokens[group] += prompt_tokens
+        self.group_kv_tokens[group] += kv_tokens
 
     def restore(self, row: RankRow, now: float, max_model_len: int) -> None:
         """Set one rank's columns as a rank that joined, was sent work and reported would have left them.
@@ -157,41 +242,10 @@ class RankTable:
         self.state[rank] = RankState(row.state)
         if row.max_in_flight is not None:
             self.max_in_flight[rank] = row.max_in_flight
-        self._restore_own_work(row, now)
+        restore_own_work(self, row, now)
         if row.has_report:
-            self._restore_report(row, now)
+            restore_report(self, row, now)
         self.refresh(rank)
-
-    def _restore_own_work(self, row: RankRow, now: float) -> None:
-        rank, in_flight = row.rank, row.in_flight or 0
-        prefill, decode = row.in_flight_prefill, row.in_flight_decode
-        if prefill is None:
-            prefill = 0 if decode is None else max(0, in_flight - decode)
-        self.in_flight[rank] = in_flight
-        self.in_flight_prefill[rank] = prefill
-        self.in_flight_decode[rank] = max(0, in_flight - prefill) if decode is None else decode
-        self.queued_tokens[rank] = row.queued_tokens or 0
-        self.ctx_tokens[rank] = row.ctx_tokens or 0
-        implied = self.queued_tokens[rank] + self.ctx_tokens[rank]
-        self.own_tokens[rank] = implied if row.own_tokens is None else row.own_tokens
-        self.sent_since_snapshot[rank] = row.sent_since_snapshot or 0
-        if row.head_age_ms is not None:
-            self.head_since[rank] = now - row.head_age_ms / 1e3
-
-    def _restore_report(self, row: RankRow, now: float) -> None:
-        """Of raw and normalised counts, those that are missing follow from the others."""
-        rank, is_resident = row.rank, self.is_resident[row.rank]
-        waiting = row.waiting if row.waiting is not None else row.reported_waiting or 0
-        running = row.running
-        if running is None:
-            running = row.reported_running or 0
-            running = max(0, running - waiting) if is_resident else running
-        raw = running + waiting if is_resident else running
-        self.running[rank], self.waiting[rank] = running, waiting
-        self.reported_running[rank] = raw if row.reported_running is None else row.reported_running
-        self.reported_waiting[rank] = waiting if row.reported_waiting is None else row.reported_waiting
-        self.kv_usage[rank] = row.kv_usage or 0.0
-        self.snapshot_at[rank] = now - (row.snapshot_age_ms or 0.0) / 1e3
 
     def raise_kv_floor(self) -> float:
         """Make the floor exact again and return it."""

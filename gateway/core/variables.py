@@ -13,6 +13,10 @@ import msgspec
 COLUMN_BOUND = 1e20
 """No count, token number or age reaches this. Used to prove that a formula can't overflow."""
 
+HEAD_CREDIT_US_PER_S = 500_000.0
+"""Half of the time for which a rank's head is being prefilled counts as work done, up to its prediction: the other
+half may have gone to decode steps."""
+
 
 class Scope(StrEnum):
     """Where a variable's value comes from."""
@@ -79,6 +83,20 @@ _VARIABLES = (
         is_integer=False,
     ),
     Variable(
+        "queued_ms",
+        Scope.RANK,
+        "ms",
+        ("pending_us", "head_credit_us", "head_since"),
+        # The credit ends at the head's own prediction: a head that overruns it takes nothing off what waits behind it.
+        "0.0 if head_since is None"
+        f" else (pending_us - (now - head_since) * {HEAD_CREDIT_US_PER_S}) / 1000.0"
+        f" if (now - head_since) * {HEAD_CREDIT_US_PER_S} < head_credit_us"
+        " else (pending_us - head_credit_us) / 1000.0",
+        is_integer=False,
+    ),
+    Variable("step_ms", Scope.RANK, "ms", ("step_us",), "step_us / 1000.0", is_integer=False),
+    Variable("mean_out_tokens", Scope.RANK, "tokens", ("mean_out_tokens",), "mean_out_tokens", is_integer=False),
+    Variable(
         "snapshot_age_ms",
         Scope.RANK,
         "ms",
@@ -87,12 +105,13 @@ _VARIABLES = (
         inf,
         is_integer=False,
     ),
-    # Request scope. `cached_tokens` and `new_tokens` become per rank by giving them columns here.
+    # Request scope. `cached_tokens`, `new_tokens` and `prefill_ms` become per rank by giving them columns here.
     Variable("prompt_tokens", Scope.REQUEST, "tokens"),
     Variable("cached_tokens", Scope.REQUEST, "tokens"),
     Variable("new_tokens", Scope.REQUEST, "tokens"),
     Variable("max_tokens", Scope.REQUEST, "tokens"),
     Variable("priority", Scope.REQUEST, "number"),
+    Variable("prefill_ms", Scope.REQUEST, "ms", is_integer=False),
     Variable("ranks", Scope.FLEET, "ranks"),
     Variable("gateways", Scope.FLEET, "gateways"),
     Variable("coupled", Scope.FLEET, "0 or 1", bound=1.0),
@@ -101,11 +120,8 @@ _VARIABLES = (
 VARIABLES: dict[str, Variable] = {variable.name: variable for variable in _VARIABLES}
 """Every variable by name."""
 
-NEEDS_PREDICTOR = frozenset({"queued_ms", "prefill_ms", "step_ms", "mean_out_tokens"})
-"""Names that are reserved for the prefill predictor, which this version does not have."""
-
 FLEET_ARGUMENTS = ("ranks", "gateways", "coupled")
-REQUEST_ARGUMENTS = ("now", "prompt_tokens", "cached_tokens", "new_tokens", "max_tokens", "priority")
+REQUEST_ARGUMENTS = ("now", "prompt_tokens", "cached_tokens", "new_tokens", "max_tokens", "priority", "prefill_ms")
 """Order of a compiled formula's arguments; see `gateway.core.formula`."""
 
 FUNCTIONS: dict[str, tuple[int, int]] = {

@@ -8,7 +8,7 @@ from gateway.core.costing import CostFunction
 from gateway.core.formula import compile_cost
 from tests.support.policies import make_table, report
 
-REQUEST = (10.0, 100, 40, 60, 7, 3)
+REQUEST = (10.0, 100, 40, 60, 7, 3, 12.5)
 
 
 def cost_function(text, table, **options):
@@ -93,6 +93,7 @@ def test_fleet_constants_and_request_values():
     assert cost_function(text, table, gateways=1, coupled=False).all_ranks(REQUEST, None) == [310] * 3
     text = "prompt_tokens * 1000 + cached_tokens * 100 + new_tokens * 10 + max_tokens + priority / 10"
     assert cost_function(text, table).all_ranks(REQUEST, None) == [104607.3] * 3
+    assert cost_function("prefill_ms", table).all_ranks(REQUEST, None) == [12.5] * 3
 
 
 def test_aggregates_see_eligible_ranks_only():

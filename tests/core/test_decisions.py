@@ -5,9 +5,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gateway.config.schema import Policy as PolicySettings
-from gateway.core.decisions import DecisionRing
+from gateway.core.decisions import GATE_KV, DecisionRing
+from gateway.core.gate import GATE_REASONS
 from gateway.core.ranks import RankState
 from tests.support.policies import charge, make_policy, make_table, report
 
@@ -39,6 +41,7 @@ def test_render():
     policy = make_policy(table, PolicySettings(cost="kv_usage / reported_waiting + snapshot_age_ms", seed=1))
     decision = policy.decide(1.5, prompt_tokens=7, max_tokens=9, priority=2, cached_tokens=3, label="r1")
     assert DecisionRing(4).add(decision) == 1
+    assert (decision.gate, decision.batch, decision.predicted_ms, decision.actual_ms) == (None, None, None, None)
     rendered = decision.render()
     assert rendered == {
         "id": 1,
@@ -55,23 +58,36 @@ def test_render():
         "eligible": 2,
         "ties": 1,
         "relaxed": [],
-        "request": {"prompt_tokens": 7, "cached_tokens": 3, "new_tokens": 4, "max_tokens": 9, "priority": 2},
+        "request": {
+            "prompt_tokens": 7,
+            "cached_tokens": 3,
+            "new_tokens": 4,
+            "max_tokens": 9,
+            "priority": 2,
+            "prefill_ms": 0.0,
+        },
+        "queue": None,
+        "batch": None,
+        "prediction": None,
         "ranks": [
             {
                 "rank": 0,
                 "reason": "eligible",
+                "gate": None,
                 "cost": "inf",
                 "variables": {"kv_usage": 0.0, "reported_waiting": 0, "snapshot_age_ms": "inf"},
             },
             {
                 "rank": 1,
                 "reason": "eligible",
+                "gate": None,
                 "cost": 500.375,
                 "variables": {"kv_usage": 0.75, "reported_waiting": 2, "snapshot_age_ms": 500.0},
             },
             {
                 "rank": 2,
                 "reason": "lost",
+                "gate": None,
                 "cost": "inf",
                 "variables": {"kv_usage": 0.0, "reported_waiting": 0, "snapshot_age_ms": "inf"},
             },
@@ -99,6 +115,58 @@ def test_every_kind_of_record_is_json(settings, options, costs):
     assert not any(isinstance(rank["cost"], bool) for rank in rendered["ranks"])
     assert rendered["pinned_rank"] == options.get("pinned_rank")
     assert rendered["refusal"] == ("PROMPT_TOO_LONG" if options.get("prompt_tokens") else None)
+
+
+def queued_decision(**more):
+    policy = make_policy(make_table(3), PolicySettings(cost="in_flight + prefill_ms"))
+    decision = policy.decide_gated(
+        1.5,
+        prompt_tokens=7,
+        max_tokens=9,
+        prefill_ms=2.5,
+        gate=bytes([0, 1, 0]),
+        kv_fits=lambda rank, _: rank == 0,
+        hold_ratio=0.0,
+    )
+    for name, value in more.items():
+        setattr(decision, name, value)
+    return decision
+
+
+def test_what_happened_in_the_queue_is_rendered():
+    decision = queued_decision(
+        queued_ms=12.5, queue_depth=4, dispatch_reason="batch_full", batch=(17, 8, "batch_full"), predicted_ms=2.5
+    )
+    rendered = decision.render()
+    assert rendered["queue"] == {"queued_ms": 12.5, "depth": 4, "reason": "batch_full"}
+    assert rendered["batch"] == {"number": 17, "size": 8, "reason": "batch_full"}
+    assert rendered["prediction"] == {"predicted_ms": 2.5, "actual_ms": None}
+    assert rendered["request"]["prefill_ms"] == 2.5
+    assert [row["gate"] for row in rendered["ranks"]] == ["open", "not_open", "kv"]
+    decision.actual_ms = 3.25  # the first token came
+    assert decision.render()["prediction"] == {"predicted_ms": 2.5, "actual_ms": 3.25}
+    assert json.loads(json.dumps(rendered, allow_nan=False)) == rendered
+
+
+def test_without_batches_the_queue_is_rendered_all_the_same():
+    rendered = queued_decision(queued_ms=1.5, queue_depth=2, dispatch_reason="gate_open").render()
+    assert rendered["queue"] == {"queued_ms": 1.5, "depth": 2, "reason": "gate_open"}
+    assert (rendered["batch"], rendered["prediction"]) == (None, None)
+
+
+def test_every_state_of_a_gate_has_a_name():
+    states = bytes([*range(len(GATE_REASONS)), GATE_KV])
+    assert structs.replace(queued_decision(), gate=states).gates() == [*GATE_REASONS, "kv"]
+    assert "kv" not in GATE_REASONS
+    assert len(GATE_REASONS) < GATE_KV
+
+
+def test_a_prediction_needs_no_queue():
+    decision = some_decision(prefill_ms=4.0)
+    decision.predicted_ms = 4.0
+    rendered = decision.render()
+    assert (rendered["queue"], rendered["batch"]) == (None, None)
+    assert rendered["prediction"] == {"predicted_ms": 4.0, "actual_ms": None}
 
 
 # ---- the ring -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def reasons(screened):
 
 
 def screen(table, prompt_tokens=100, filters=None):
-    return Eligibility(filters or Filters(), table).screen(prompt_tokens)
+    return Eligibility(filters or Filters(), table).screen(prompt_tokens, 1)
 
 
 def set_state(table, rank, state):
@@ -65,7 +65,7 @@ def test_each_filter_shows_its_reason():
 def test_context_leaves_room_for_one_token(prompt, fits):
     table = make_table(1, info=RankInfo(max_model_len=100))
     assert (screen(table, prompt).refusal is None) is fits
-    assert Eligibility(Filters(), table).is_everyone(prompt) is fits
+    assert Eligibility(Filters(), table).is_everyone(prompt, 1) is fits
 
 
 def test_an_unknown_context_length_is_no_limit():
@@ -78,9 +78,9 @@ def test_capacity_is_hard_always(kv_fit):
     table = make_table(1, info=RankInfo(max_model_len=32768, kv_capacity_tokens=1000))
     filters = Filters(kv_fit=kv_fit)
     assert screen(table, 999, filters).eligible == [0]
-    assert screen(table, 1000, filters).refusal is Reason.PROMPT_TOO_LONG
-    assert Eligibility(filters, table).is_everyone(999)
-    assert not Eligibility(filters, table).is_everyone(1000)
+    assert screen(table, 1000, filters).refusal is Reason.KV_TOO_SMALL
+    assert Eligibility(filters, table).is_everyone(999, 1)
+    assert not Eligibility(filters, table).is_everyone(1000, 1)
 
 
 def test_fit_uses_the_larger_of_report_and_own_tokens():
@@ -136,7 +136,7 @@ def test_off_ignores_free_tokens():
     charge(table, 0, prompt_tokens=950)
     filters = Filters(kv_fit="off")
     assert screen(table, 500, filters).eligible == [0]
-    assert Eligibility(filters, table).is_everyone(500)
+    assert Eligibility(filters, table).is_everyone(500, 1)
     assert screen(table, 500).refusal is Reason.KV_FULL
 
 
@@ -176,12 +176,19 @@ def shrink(table, rank):
     join(table, rank, RankInfo(max_model_len=50))
 
 
+def shrink_kv(table, rank):
+    join(table, rank, RankInfo(max_model_len=32768, kv_capacity_tokens=100))
+
+
 @pytest.mark.parametrize(
     ("spoilers", "refusal"),
     [
         ((lose, lose, lose), Reason.NO_ELIGIBLE_RANK),
         ((shrink, shrink, shrink), Reason.PROMPT_TOO_LONG),
         ((shrink, lose, lose), Reason.PROMPT_TOO_LONG),
+        ((shrink_kv, shrink_kv, lose), Reason.KV_TOO_SMALL),
+        ((shrink_kv, shrink, lose), Reason.PROMPT_TOO_LONG),
+        ((shrink_kv, shrink_kv, fill), Reason.RANKS_FULL),
         ((shrink, fill, lose), Reason.RANKS_FULL),
         ((fill, fill, lose), Reason.RANKS_FULL),
         ((block, lose, lose), Reason.RANKS_FULL),
@@ -205,6 +212,7 @@ def test_refusal(spoilers, refusal):
         (fill, "full", Reason.RANKS_FULL),
         (block, "blocked", Reason.RANKS_FULL),
         (shrink, "context_length", Reason.PROMPT_TOO_LONG),
+        (shrink_kv, "kv_capacity", Reason.KV_TOO_SMALL),
         (eat_kv, "kv_fit", Reason.KV_FULL),
     ],
 )
@@ -212,7 +220,7 @@ def test_refusal(spoilers, refusal):
 def test_refusal_of_a_pin(spoil, reason, refusal, size):
     table = make_table(size)
     spoil(table, size - 1)
-    screened = Eligibility(Filters(), table).screen_pinned(100, size - 1)
+    screened = Eligibility(Filters(), table).screen_pinned(100, 1, size - 1)
     assert reasons(screened) == ["not_pinned"] * (size - 1) + [reason]
     assert (screened.eligible, screened.refusal) == ([], refusal)
 
@@ -221,7 +229,7 @@ def test_a_pin_to_a_rank_over_its_kv_usage_is_honoured():
     table = make_table(2)
     charge(table, 1)
     report(table, 1, kv=0.99)
-    screened = Eligibility(Filters(), table).screen_pinned(100, 1)
+    screened = Eligibility(Filters(), table).screen_pinned(100, 1, 1)
     assert (screened.eligible, screened.relaxed) == ([1], ("kv_usage",))
 
 
@@ -262,7 +270,7 @@ def passes_hard(table, rank, prompt, kv_fit):
 @given(any_table(), st.sampled_from([1, 49, 50, 99, 100, 500]), st.sampled_from(["hard", "soft", "off"]))
 def test_nothing_ineligible_gets_through(table, prompt, kv_fit):
     eligibility = Eligibility(Filters(kv_fit=kv_fit), table)
-    screened = eligibility.screen(prompt)
+    screened = eligibility.screen(prompt, 1)
     able = [rank for rank in range(table.size) if passes_hard(table, rank, prompt, kv_fit)]
     assert set(screened.eligible) <= set(able)
     assert bool(screened.eligible) == bool(able)
@@ -271,8 +279,8 @@ def test_nothing_ineligible_gets_through(table, prompt, kv_fit):
         shunned = [rank for rank in screened.eligible if table.in_flight[rank] and table.kv_usage[rank] > 0.95]
         assert shunned == []
     assert [rank for rank, reason in enumerate(reasons(screened)) if reason == "eligible"] == screened.eligible
-    if eligibility.is_everyone(prompt):
+    if eligibility.is_everyone(prompt, 1):
         assert (screened.eligible, screened.relaxed) == (list(range(table.size)), ())
     for rank in range(table.size):
-        pinned = eligibility.screen_pinned(prompt, rank)
+        pinned = eligibility.screen_pinned(prompt, 1, rank)
         assert pinned.eligible == ([rank] if rank in able else [])

@@ -1,13 +1,12 @@
 """The whole choice: filters before every picker, pins, balance, determinism, dry runs."""
 
 from math import isnan
-from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config.schema import Filters, PresetName
+from gateway.config.schema import Filters
 from gateway.config.schema import Policy as PolicySettings
 from gateway.core.errors import Reason
 from gateway.core.events import RankLost
@@ -15,9 +14,9 @@ from gateway.core.formula import FormulaError
 from gateway.core.presets import PolicyError
 from gateway.core.ranks import RankState
 from tests.support.core import Bench
-from tests.support.policies import charge, make_policy, make_table, randomise, report
+from tests.support.policies import charge, make_policy, make_table, report
+from tests.support.states import PRESETS, any_policy, shaken
 
-PRESETS = sorted(PresetName.__args__)
 COUNTING = ["lmetric", "smg", "vllm", "least_in_flight"]
 
 
@@ -182,44 +181,6 @@ def test_bad_settings_are_refused(settings, error):
 
 
 # ---- properties ---------------------------------------------------------------------------------
-
-_COSTS = [
-    "in_flight - fleet_min(in_flight)",
-    "1 / (in_flight - 3)",
-    "sqrt(waiting - 1) - kv_usage",
-    "snapshot_age_ms",
-    "-queued_tokens",
-    "0",
-]
-
-
-def any_policy():
-    return st.one_of(
-        st.builds(PolicySettings, preset=st.sampled_from(PRESETS)),
-        st.builds(
-            PolicySettings,
-            cost=st.sampled_from(_COSTS),
-            picker=st.sampled_from(["argmin", "p2c"]),
-            tie_break=st.sampled_from(["random", "rotate", "first"]),
-            objective=st.sampled_from(["min", "max"]),
-        ),
-    )
-
-
-def shaken(seed, ranks):
-    """A table in a random state; the same seed gives the same one."""
-    random = Random(seed)
-    table = make_table(ranks, max_in_flight_per_rank=55)
-    randomise(table, random)
-    for rank in range(ranks):
-        table.state[rank] = random.choice([RankState.READY] * 5 + [RankState.LOST])
-        table.is_blocked[rank] = random.random() < 0.2
-        if random.random() < 0.3:
-            table.kv_usage[rank] = 0.99
-        if random.random() < 0.2:
-            table.snapshot_at[rank] = None
-        table.refresh(rank)
-    return table
 
 
 @settings(deadline=None)

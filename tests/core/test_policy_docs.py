@@ -9,7 +9,7 @@ from gateway.config.schema import Policy as PolicySettings
 from gateway.core.eligibility import REASONS
 from gateway.core.formula import compile_cost
 from gateway.core.presets import PRESETS
-from gateway.core.variables import AGGREGATES, FUNCTIONS, NEEDS_PREDICTOR, VARIABLES
+from gateway.core.variables import AGGREGATES, FUNCTIONS, VARIABLES
 from tests.support.policies import make_policy, make_table
 
 TEXT = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
@@ -30,8 +30,6 @@ def test_variables():
         if row.startswith("| `")
     }
     assert rows == {variable.name: variable.unit for variable in VARIABLES.values()}
-    for name in NEEDS_PREDICTOR:
-        assert f"`{name}`" in section("Variables")
 
 
 def test_functions():

@@ -10,6 +10,7 @@ from gateway.config.schema import PresetName, TieTolerance
 from gateway.core.formula import FormulaError
 from gateway.core.presets import PRESETS, PolicyError, resolve
 from tests.support.policies import charge, make_policy, make_table, randomise, report
+from tests.support.states import predict
 
 TRIALS = 300
 
@@ -124,6 +125,58 @@ def test_lmetric():
         costs = [tokens * (n + 1) for tokens, n in zip(pending, table.in_flight, strict=True)]
         assert decision.costs == costs
         assert costs[decision.rank] == min(costs)
+
+
+class Predicted:
+    """The formula of our own simulations for ranks that run independently, in seconds and one rank at a time."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def queued_s(self, pending_us, head_us, waits_s):
+        """Half of the head's time counts as done, and at most its prediction."""
+        done_s = min(head_us / 1e6, 0.5 * waits_s) if waits_s is not None else 0.0
+        return pending_us / 1e6 - done_s
+
+    def costs_ms(self, prefill_s):
+        queued = [self.queued_s(pending, head, waits) for pending, head, waits, _ in self.ranks]
+        u = 1 / (1 + min(queued) / 0.1)
+        return [
+            1000 * (q * (1 + 0.2 * u * n) + prefill_s * (1 + 0.4 * u * n))
+            for q, (_, _, _, n) in zip(queued, self.ranks, strict=True)
+        ]
+
+
+def test_predicted():
+    random = Random(11)
+    for _ in range(TRIALS):
+        table = make_table(random.randrange(1, 17))
+        randomise(table, random)
+        predict(table, random)
+        now = 100.0 + random.choice([0.0, 0.1, 3.0])
+        waits = [None if since is None else now - since for since in table.head_since]
+        reference = Predicted(list(zip(table.pending_us, table.head_us, waits, table.in_flight, strict=True)))
+        prefill_ms = random.choice([0.0, random.uniform(0, 900)])
+        policy = make_policy(table, PolicySettings(preset="predicted"))
+        decision = policy.decide(now, prompt_tokens=10, max_tokens=10, prefill_ms=prefill_ms)
+        costs = reference.costs_ms(prefill_ms / 1e3)
+        assert decision.costs == pytest.approx(costs, abs=1e-6)
+        assert costs[decision.rank] == pytest.approx(min(costs), abs=1e-6)
+
+
+def test_predicted_spreads_a_burst_by_time_and_breaks_ties_at_random():
+    table = make_table(4)
+    policy = make_policy(table, PolicySettings(preset="predicted"))
+    firsts = {policy.decide(0.0, prompt_tokens=10, max_tokens=1, prefill_ms=5.0).rank for _ in range(60)}
+    assert firsts == {0, 1, 2, 3}
+    for prefill_us in (90_000, 10_000, 20_000, 30_000):
+        rank = policy.decide(0.0, prompt_tokens=10, max_tokens=1, prefill_ms=prefill_us / 1e3).rank
+        charge(table, rank)
+        table.pending_us[rank] += prefill_us
+        table.set_head(rank, 0.0, prefill_us)
+    assert table.in_flight == [1, 1, 1, 1]
+    next_rank = policy.decide(0.0, prompt_tokens=10, max_tokens=1, prefill_ms=5.0).rank
+    assert table.pending_us[next_rank] == 10_000
 
 
 def test_least_in_flight():
