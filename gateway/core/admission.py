@@ -1,36 +1,100 @@
-"""Bounded admission: how much may be in flight, and when a refused caller may come back."""
+"""Bounded admission: what may be accepted, and when a refused caller may come back.
 
-from gateway.config.schema import Admission as AdmissionSettings
+Budgets count sequences from their acceptance to their end, queued or in flight: requests, prompt tokens, and KV tokens
+of the whole generation. `check` and `reserve` run in one synchronous step, so nothing can come between them; `give_back`
+returns a request's sequences as they end. A bound on ranks and groups is a filter of the policy instead, since another
+rank may have room.
+"""
+
+from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RequestArrived
+from gateway.core.request import Request
+from gateway.core.tenants import Account, Tenants
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 5.0
 _SMOOTHING = 0.05
 
 
-class Admission:
-    """Checks the total bound; the per-rank bound is a filter, since another rank may have room."""
+def kv_tokens(arrived: RequestArrived) -> int:
+    """KV tokens of one sequence at its end."""
+    return len(arrived.prompt_token_ids) + arrived.sampling.max_tokens
 
-    def __init__(self, settings: AdmissionSettings) -> None:
-        self._max_in_flight = settings.max_in_flight
+
+def _is_scarce(used: int, limit: int) -> bool:
+    """Whether so much of a budget is used that each tenant is held to its share of it."""
+    return 2 * used > limit
+
+
+class Admission:
+    """The budgets of the gateway and of its tenants."""
+
+    def __init__(self, config: Config) -> None:
+        self._settings = config.admission
+        self._has_queue = config.scheduling.mode != "direct"
+        self._level_depths = {
+            level.priority: level.max_depth for level in config.scheduling.queue.levels if level.max_depth is not None
+        }
+        self.tenants = Tenants(config.admission.tenants)
+        self.sequences = 0
+        self.prompt_tokens = 0
+        self.kv_tokens = 0
         self._mean_gap_s: float | None = None
         self._last_release_at: float | None = None
 
-    def check_total(self, in_flight: int, wanted: int) -> None:
-        """Raise `GATEWAY_FULL` when `wanted` more sequences would exceed the bound."""
-        if in_flight + wanted > self._max_in_flight:
-            raise GatewayError(
-                Reason.GATEWAY_FULL,
-                f"{in_flight} sequences are in flight and {wanted} more exceed the limit of {self._max_in_flight}; "
-                "retry later",
-                retryable=True,
-                retry_after_s=self.retry_after_s(in_flight + wanted - self._max_in_flight),
-                in_flight=in_flight,
-                limit=self._max_in_flight,
-            )
+    def check(self, arrived: RequestArrived, now: float, *, queued: int, queued_at_level: int) -> Account:
+        """The account to charge. Raises `GatewayError` with the budget that the request does not fit in."""
+        self._check_gateway(arrived)
+        account = self.tenants.account(arrived.tenant, now)
+        self._check_tenant(arrived, account, now)
+        if self._has_queue:
+            self._check_queue(arrived, account, now, queued, queued_at_level)
+        return account
 
-    def released(self, now: float) -> None:
-        """Note one release, for the drain rate."""
+    def reserve(self, request: Request, account: Account) -> None:
+        """Charge all sequences of an accepted request."""
+        self._charge(request, account, request.arrived.n)
+        request.account = account
+
+    def give_back(self, request: Request, count: int, now: float) -> None:
+        """Return the budgets of `count` sequences of the request, which have ended."""
+        account = request.account
+        assert account is not None
+        self._charge(request, account, -count)
+        self._note_release(now)
+
+    def retry_after_s(self, needed: int) -> float:
+        """Seconds until `needed` sequences are likely to have ended, from the recent rate; bounded."""
+        if self._mean_gap_s is None:
+            return 1.0
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, needed * self._mean_gap_s))
+
+    def check_sums(self, live: list[Request]) -> None:
+        """Assert that the budgets equal the sums over the live requests; for tests."""
+        unfinished = [(request, request.unfinished) for request in live if not request.is_settled]
+        assert self.sequences == sum(count for _, count in unfinished)
+        assert self.prompt_tokens == sum(len(r.arrived.prompt_token_ids) * count for r, count in unfinished)
+        assert self.kv_tokens == sum(kv_tokens(r.arrived) * count for r, count in unfinished)
+        by_account: dict[Account, int] = {}
+        for request, count in unfinished:
+            assert request.account is not None
+            by_account[request.account] = by_account.get(request.account, 0) + count
+        for account, count in by_account.items():
+            assert account.in_flight == count, account.name
+
+    def _charge(self, request: Request, account: Account, count: int) -> None:
+        arrived = request.arrived
+        prompt = count * len(arrived.prompt_token_ids)
+        kv = prompt + count * arrived.sampling.max_tokens
+        self.sequences += count
+        self.prompt_tokens += prompt
+        self.kv_tokens += kv
+        account.in_flight += count
+        account.prompt_tokens += prompt
+        account.kv_tokens += kv
+
+    def _note_release(self, now: float) -> None:
         last, self._last_release_at = self._last_release_at, now
         if last is None:
             return
@@ -38,8 +102,98 @@ class Admission:
         mean = self._mean_gap_s
         self._mean_gap_s = gap if mean is None else mean + _SMOOTHING * (gap - mean)
 
-    def retry_after_s(self, needed: int) -> float:
-        """Seconds until `needed` releases are likely, from the recent release rate; bounded."""
-        if self._mean_gap_s is None:
-            return 1.0
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, needed * self._mean_gap_s))
+    def _check_gateway(self, arrived: RequestArrived) -> None:
+        settings, n = self._settings, arrived.n
+        if self.sequences + n > settings.max_in_flight:
+            raise self._gateway_full("sequences", self.sequences, n, settings.max_in_flight)
+        limit = settings.max_prompt_tokens
+        if limit is not None:
+            wanted = n * len(arrived.prompt_token_ids)
+            if self.prompt_tokens + wanted > limit:
+                raise self._gateway_full("prompt_tokens", self.prompt_tokens, wanted, limit)
+        limit = settings.max_kv_tokens
+        if limit is not None:
+            wanted = n * kv_tokens(arrived)
+            if self.kv_tokens + wanted > limit:
+                raise self._gateway_full("kv_tokens", self.kv_tokens, wanted, limit)
+
+    def _gateway_full(self, budget: str, used: int, wanted: int, limit: int) -> GatewayError:
+        is_transient = wanted <= limit
+        return GatewayError(
+            Reason.GATEWAY_FULL,
+            f"{used} {budget} are in flight and {wanted} more exceed the limit of {limit}; retry later"
+            if is_transient
+            else f"the request needs {wanted} {budget}, more than the limit of {limit}: it can never be accepted",
+            retryable=is_transient,
+            retry_after_s=self._retry_for(used + wanted - limit, used) if is_transient else None,
+            budget=budget,
+            in_flight=used,
+            wanted=wanted,
+            limit=limit,
+        )
+
+    def _check_tenant(self, arrived: RequestArrived, account: Account, now: float) -> None:
+        settings, n, limit = account.settings, arrived.n, self._settings.max_in_flight
+        if _is_scarce(self.sequences + n, limit):
+            share = max(n, int(self.tenants.share(account, now) * limit))
+            self._check_tenant_budget(account, "share", account.in_flight, n, share)
+        if settings.max_in_flight is not None:
+            self._check_tenant_budget(account, "sequences", account.in_flight, n, settings.max_in_flight)
+        if settings.max_prompt_tokens is not None:
+            wanted = n * len(arrived.prompt_token_ids)
+            used = account.prompt_tokens
+            self._check_tenant_budget(account, "prompt_tokens", used, wanted, settings.max_prompt_tokens)
+        if settings.max_kv_tokens is not None:
+            wanted = n * kv_tokens(arrived)
+            self._check_tenant_budget(account, "kv_tokens", account.kv_tokens, wanted, settings.max_kv_tokens)
+
+    def _check_tenant_budget(self, account: Account, budget: str, used: int, wanted: int, limit: int) -> None:
+        if used + wanted <= limit:
+            return
+        is_transient = wanted <= limit
+        raise GatewayError(
+            Reason.TENANT_LIMIT,
+            f"tenant {account.name!r} has {used} in its budget of {limit} ({budget}) and wants {wanted} more"
+            + ("; retry later" if is_transient else ": it can never be accepted"),
+            retryable=is_transient,
+            retry_after_s=self._retry_for(used + wanted - limit, used) if is_transient else None,
+            tenant=account.name,
+            budget=budget,
+            in_flight=used,
+            wanted=wanted,
+            limit=limit,
+        )
+
+    def _check_queue(
+        self, arrived: RequestArrived, account: Account, now: float, queued: int, queued_at_level: int
+    ) -> None:
+        n, limit = arrived.n, self._settings.max_queue_depth
+        if queued + n > limit:
+            raise self._queue_full(f"{queued} sequences are queued, the limit is {limit}", queued, limit, n)
+        level = self._level_depths.get(arrived.priority)
+        if level is not None and queued_at_level + n > level:
+            text = f"{queued_at_level} sequences of priority {arrived.priority} are queued, the limit is {level}"
+            raise self._queue_full(text, queued_at_level, level, n)
+        if _is_scarce(queued + n, limit):
+            share = max(n, int(self.tenants.share(account, now) * limit))
+            self._check_tenant_budget(account, "queue_share", account.queued, n, share)
+        depth = account.settings.max_queue_depth
+        if depth is not None:
+            self._check_tenant_budget(account, "queue_depth", account.queued, n, depth)
+
+    def _queue_full(self, text: str, queued: int, limit: int, n: int) -> GatewayError:
+        is_transient = n <= limit
+        return GatewayError(
+            Reason.QUEUE_FULL,
+            f"{text}; " + ("retry later" if is_transient else f"{n} can never be accepted"),
+            retryable=is_transient,
+            retry_after_s=self.retry_after_s(queued + n - limit) if is_transient else None,
+            queue_depth=queued,
+            limit=limit,
+        )
+
+    def _retry_for(self, missing: int, used: int) -> float:
+        """Time until `missing` of `used` units are likely free, if every live sequence holds as much as the mean."""
+        if not self.sequences or not used:
+            return self.retry_after_s(1)
+        return self.retry_after_s(max(1, round(missing * self.sequences / used)))

@@ -3,18 +3,21 @@
 The hot path. Per row: one dict lookup, one append, no allocation beyond the tokens themselves.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from gateway.core.counters import Counters
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.ledger import Ledger
+from gateway.core.lifecycle import Phase
 from gateway.core.load import LoadBook
 from gateway.core.ranks import RankTable
 from gateway.core.refusals import overrun
-from gateway.core.request import Attempt, Sequence
+from gateway.core.request import Attempt, Request, Sequence
 from gateway.core.strays import Strays
 from gateway.types import EngineBatch, FinishReason, TokenLogprob
 
+_STREAMING = Phase.STREAMING
 Row = Seq[TokenLogprob]
 
 
@@ -44,6 +47,7 @@ class BatchIntake:
         strays: Strays,
         counters: Counters,
         max_backlog_bytes: int,
+        on_first_token: Callable[[Attempt], None],
     ) -> None:
         self._table = table
         self._ledger = ledger
@@ -51,23 +55,30 @@ class BatchIntake:
         self._strays = strays
         self._counters = counters
         self._max_backlog_bytes = max_backlog_bytes
+        self._on_first_token = on_first_token
+        self._last_batch_at = [0.0] * table.size
 
-    def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence]) -> BatchResult:
+    def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> BatchResult:
         """Store the load, append every row, and say what ended. Releases are the caller's."""
         self._counters.batches[rank] += 1
-        was_empty = not self._table.in_flight[rank]
+        table = self._table
+        was_empty = not table.in_flight[rank]
+        if table.in_flight_decode[rank] and len(batch.ids):
+            # Between two batches with rows of a rank that decodes lies one of its steps.
+            table.observe_step(rank, round((now - self._last_batch_at[rank]) * 1e6))
+        self._last_batch_at[rank] = now
         self._load.store(rank, batch, now)
         result = BatchResult()
         self._append_rows(rank, batch, now, dirty, result)
         if batch.fault is not None:
             self._fail_unreadable(rank, batch, result)
-        self._table.refresh(rank)
+        table.refresh(rank)
         if was_empty:
             self._load.settle(rank, batch, now)
         return result
 
     def _append_rows(
-        self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence], result: BatchResult
+        self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request], result: BatchResult
     ) -> None:
         live = self._ledger.live
         completion = batch.completion_tokens
@@ -81,26 +92,25 @@ class BatchIntake:
                 self._stray(rank, wire_id, attempt, now, result, is_final=finish != "")
                 continue
             count = len(token_ids)
-            if completion is not None and completion[index] != attempt.tokens_out + count:
+            tokens_out = attempt.tokens_out + count
+            if completion is not None and completion[index] != tokens_out:
                 self._miscounted(attempt, completion[index], count, result)
                 continue
             sequence = attempt.sequence
             if count:
-                if attempt.tokens_out + count > attempt.max_tokens:
+                if tokens_out > attempt.max_tokens:
                     _fail(result, attempt, overrun(attempt))
                     continue
                 if attempt.first_token_at is None:
-                    self._ledger.start(attempt, now)
-                    if sequence.request.first_token_at is None:
-                        sequence.request.first_token_at = now
+                    self._start(attempt, now)
                     if cached is not None:
                         sequence.cached_tokens = cached[index] or 0
-                attempt.tokens_out += count
+                attempt.tokens_out = tokens_out
                 total += count
                 packed = sequence.append(
                     token_ids, _asked_for(sequence, logprobs[index]) if logprobs is not None else None
                 )
-                if packed and sequence.backlog_bytes > self._max_backlog_bytes:
+                if packed and self._is_too_slow(sequence):
                     _fail(result, attempt, _slow_reader(self._max_backlog_bytes))
             if not sequence.is_dirty:
                 sequence.is_dirty = True
@@ -112,6 +122,20 @@ class BatchIntake:
         if total:
             self._counters.tokens[rank] += total
             self._ledger.add_tokens(rank, total)
+
+    def _start(self, attempt: Attempt, now: float) -> None:
+        self._ledger.start(attempt, now)
+        self._on_first_token(attempt)
+        request = attempt.sequence.request
+        if request.first_token_at is None:
+            request.first_token_at = now
+            request.advance(_STREAMING)
+
+    def _is_too_slow(self, sequence: Sequence) -> bool:
+        """Whether a reader fell behind. One whose turn has not come can't read: its output was paid for at acceptance."""
+        place = sequence.request.place
+        is_its_turn = place is None or place.is_live
+        return is_its_turn and sequence.backlog_bytes - sequence.held_bytes > self._max_backlog_bytes
 
     def _stray(
         self, rank: int, wire_id: str, attempt: Attempt | None, now: float, result: BatchResult, *, is_final: bool

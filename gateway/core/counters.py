@@ -1,6 +1,20 @@
 """What the core counts. Plain integers and dicts with bounded keys; edges read, the core writes."""
 
 from gateway.core.errors import Reason
+from gateway.core.lifecycle import Evidence
+
+DISPATCH_REASONS = (
+    "direct",
+    "gate_open",
+    "idle_rank",
+    "batch_full",
+    "preferred_size",
+    "window",
+    "predicted_cap",
+    "token_cap",
+    "closed",
+)
+"""Why a sequence went to its rank when it did."""
 
 
 class Counters:
@@ -9,10 +23,13 @@ class Counters:
     __slots__ = (
         "accepted",
         "all_non_finite",
+        "audit_findings",
+        "batch_sizes",
         "batches",
         "clamped",
         "deadlines_expired",
         "decisions",
+        "dispatch_reasons",
         "double_ends",
         "double_releases",
         "duplicated_tokens",
@@ -26,10 +43,14 @@ class Counters:
         "misattributed_rows",
         "non_finite_costs",
         "orphan_rows",
+        "queue_timeouts",
         "reaborts",
         "refused",
         "relaxed_filters",
+        "releases",
         "rows",
+        "slo_rejects",
+        "slo_shadow_rejects",
         "snapshots",
         "stale_events",
         "step_regressions",
@@ -63,5 +84,13 @@ class Counters:
         self.deadlines_expired = 0
         # By the filter that was given up; only soft filters can be.
         self.relaxed_filters = {"kv_usage": 0, "kv_fit": 0}
+        self.releases = dict.fromkeys(Evidence, 0)
+        self.dispatch_reasons = dict.fromkeys(DISPATCH_REASONS, 0)
+        # By number of sequences, up to `scheduling.batch.max_requests`.
+        self.batch_sizes: dict[int, int] = {}
+        self.queue_timeouts = 0
+        self.slo_rejects = 0
+        self.slo_shadow_rejects = 0
+        self.audit_findings = {"sums": 0, "silent": 0}
         self.non_finite_costs = 0
         self.all_non_finite = 0

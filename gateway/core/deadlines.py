@@ -1,8 +1,10 @@
-"""Absolute deadlines of live requests. A heap with lazy deletion, bounded by the live requests."""
+"""Absolute deadlines of live requests. A heap of handles with lazy deletion, bounded by the live requests.
+
+Handles instead of requests: an ended request must not stay in memory for its deadline.
+"""
 
 import heapq
-
-from gateway.core.request import Request
+from collections.abc import Collection
 
 _SLACK = 64
 
@@ -11,26 +13,26 @@ class Deadlines:
     """Earliest deadline first. Entries of ended requests are dropped when they surface or pile up."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
+        self._heap: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, deadline_at: float, request: Request) -> None:
+    def add(self, deadline_at: float, handle: int) -> None:
         """Watch a request."""
-        heapq.heappush(self._heap, (deadline_at, request.handle, request))
+        heapq.heappush(self._heap, (deadline_at, handle))
 
-    def expired(self, now: float) -> list[Request]:
-        """Live requests whose deadline has passed, earliest first; they are no longer watched."""
+    def expired(self, now: float, live: Collection[int]) -> list[int]:
+        """Handles of `live` requests whose deadline has passed, earliest first; they are no longer watched."""
         heap, due = self._heap, []
         while heap and heap[0][0] <= now:
-            request = heapq.heappop(heap)[2]
-            if not request.is_ended:
-                due.append(request)
+            handle = heapq.heappop(heap)[1]
+            if handle in live:
+                due.append(handle)
         return due
 
-    def compact(self, live: int) -> None:
+    def compact(self, live: Collection[int]) -> None:
         """Drop ended requests when they outnumber the `live` ones."""
-        if len(self._heap) > 2 * live + _SLACK:
-            self._heap = [entry for entry in self._heap if not entry[2].is_ended]
+        if len(self._heap) > 2 * len(live) + _SLACK:
+            self._heap = [entry for entry in self._heap if entry[1] in live]
             heapq.heapify(self._heap)

@@ -60,4 +60,14 @@ class RankStateChanged(msgspec.Struct, frozen=True):
     cause: str
 
 
-Effect = Dispatch | AbortOnRank | RequestAccepted | RequestRefused | RequestEnded | RankStateChanged
+class AuditFound(msgspec.Struct, frozen=True):
+    """The audit found something; `batches` is how many batches of the rank the gateway had seen then."""
+
+    kind: str
+    rank: int
+    incarnation: int
+    batches: int
+    subject: str
+
+
+Effect = Dispatch | AbortOnRank | RequestAccepted | RequestRefused | RequestEnded | RankStateChanged | AuditFound

@@ -18,7 +18,9 @@ class RequestArrived(msgspec.Struct, frozen=True, kw_only=True):
 
     `client_key` names the caller within which `request_id` must be unique while live.
     `pinned_rank` is the raw number the client gave (range-checked by the core).
-    `deadline_at` is absolute, in seconds of the same clock as `now`.
+    `deadline_at` is absolute, in seconds of the same clock as `now`. `tenant` is whom the request is charged to.
+    `cache_salt` separates cached answers; `use_cache` False neither reads nor writes the response cache.
+    `queue_timeout_s` may shorten the queue's own time-out.
     """
 
     client_key: str
@@ -30,6 +32,11 @@ class RequestArrived(msgspec.Struct, frozen=True, kw_only=True):
     pinned_rank: int | None = None
     priority: int = 0
     deadline_at: float | None = None
+    tenant: str = ""
+    session_id: str = ""
+    cache_salt: str = ""
+    use_cache: bool = True
+    queue_timeout_s: float | None = None
     arrived_at_unix_s: float = 0.0
     sink: Any = None
 

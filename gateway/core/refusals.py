@@ -13,6 +13,7 @@ _ENDINGS = {
     Reason.CANCELLED: "the caller cancelled the request",
     Reason.ABORTED: "the request was aborted by an Abort call",
     Reason.DEADLINE_EXCEEDED: "the deadline passed before the request ended",
+    Reason.MAX_AGE_EXCEEDED: "the request reached limits.max_request_age_s",
     Reason.SLOW_READER: "the reader fell behind the per-stream buffer limit; read faster or raise it",
     Reason.DRAINING: "the gateway is shutting down; retry on another one",
     Reason.INTERNAL: "the gateway failed while it handled the request; its log has the details",
@@ -32,14 +33,37 @@ def no_rank(decision: Decision, arrived: RequestArrived, retry_after_s: float) -
         facts["rank"] = arrived.pinned_rank
     message = {
         Reason.PROMPT_TOO_LONG: "the prompt exceeds what any rank can hold",
+        Reason.KV_TOO_SMALL: "the prompt exceeds the KV capacity of every rank",
         Reason.KV_FULL: "no rank has enough free KV tokens for the prompt; retry later",
         Reason.RANKS_FULL: "every rank that could take the request is at its limit or not taking more; retry later",
         Reason.PINNED_RANK_UNAVAILABLE: f"rank {arrived.pinned_rank} is not READY; retry later or drop the pin",
     }.get(reason, "no rank is READY; retry later")
-    is_transient = reason is not Reason.PROMPT_TOO_LONG
+    is_transient = reason not in (Reason.PROMPT_TOO_LONG, Reason.KV_TOO_SMALL)
     error = GatewayError(reason, message, retryable=is_transient, retry_after_s=retry_after_s if is_transient else None)
     error.facts.update(facts)
     return error
+
+
+def no_rank_for_long(wait_s: float, retry_after_s: float) -> GatewayError:
+    """The request waited for any rank to be READY."""
+    return GatewayError(
+        Reason.NO_ELIGIBLE_RANK,
+        f"no rank was READY for {wait_s:g} s; retry later",
+        retryable=True,
+        retry_after_s=retry_after_s,
+        waited_s=wait_s,
+    )
+
+
+def queue_timeout(waited_s: float, retry_after_s: float) -> GatewayError:
+    """The request waited too long for a rank."""
+    return GatewayError(
+        Reason.QUEUE_TIMEOUT,
+        f"no rank had room for {waited_s:.3f} s, longer than the queue's time-out; retry later",
+        retryable=True,
+        retry_after_s=retry_after_s,
+        waited_ms=round(waited_s * 1e3, 3),
+    )
 
 
 def rank_lost(rank: int, cause: str) -> GatewayError:

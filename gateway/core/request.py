@@ -9,29 +9,46 @@ object in `Request.sink`; it never writes anything else.
 
 from array import array
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gateway.core.errors import GatewayError
 from gateway.core.events import RequestArrived
+from gateway.core.lifecycle import TRANSITIONS, Evidence, Phase
 from gateway.types import FinishReason, TokenLogprob
+
+if TYPE_CHECKING:
+    from gateway.core.batches_in_flight import InFlightBatch
+    from gateway.core.decisions import Decision
+    from gateway.core.entry import Entry
+    from gateway.core.ordering import Place
+    from gateway.core.tenants import Account
 
 _PACK_AT_TOKENS = 128
 BYTES_PER_TOKEN = 4
+_ACCEPTED, _SETTLED, _ENDED = Phase.ACCEPTED, Phase.SETTLED, Phase.ENDED
 
 
 class Attempt:
     """One try of one sequence on one rank incarnation; `released` flips exactly once.
 
-    `is_done` is set when its end was seen, which is before the release when both are in one batch.
+    `is_done` is set when its end was seen, which is before the release when both are in one batch. `prefill_us` is the
+    predicted time of its prefill in microseconds (whole ones: sums of them must be exact), `actual_prefill_us` what it
+    took, once its first token is here. `batch` is the batch that it was sent in, `decision` what sent it. `evidence` is
+    what it was released on: the kind, the rank's incarnation, and how many of the rank's batches had been seen.
     """
 
     __slots__ = (
+        "actual_prefill_us",
+        "batch",
         "cached_tokens",
+        "decision",
+        "evidence",
         "first_token_at",
         "incarnation",
         "is_done",
         "max_tokens",
         "number",
+        "prefill_us",
         "prompt_tokens",
         "rank",
         "released",
@@ -51,16 +68,50 @@ class Attempt:
         self.incarnation = incarnation
         self.sent_at = sent_at
         self.first_token_at: float | None = None
-        self.prompt_tokens = len(sequence.request.arrived.prompt_token_ids)
+        arrived = sequence.request.arrived
+        self.prompt_tokens = len(arrived.prompt_token_ids)
         self.cached_tokens = 0
-        self.max_tokens = sequence.request.arrived.sampling.max_tokens
+        self.max_tokens = arrived.sampling.max_tokens
+        self.prefill_us = sequence.request.prefill_us
+        self.actual_prefill_us: int | None = None
+        self.batch: InFlightBatch | None = None
+        self.decision: Decision | None = None
+        self.evidence: tuple[Evidence, int, int] | None = None
         self.tokens_out = 0
         self.is_done = False
         self.released = False
 
 
+class Record:
+    """Everything that a sequence generated, up to `limit_bytes`: the response cache's raw material."""
+
+    __slots__ = ("limit_bytes", "logprobs", "token_ids")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.token_ids = array("I")
+        self.logprobs: list[TokenLogprob] = []
+
+    def extend(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None) -> bool:
+        """Keep more output. False when it got too large to be worth keeping."""
+        self.token_ids.extend(token_ids)
+        if logprobs is not None:
+            self.logprobs.extend(logprobs)
+            self.limit_bytes -= logprob_bytes(logprobs)
+        return BYTES_PER_TOKEN * len(self.token_ids) <= self.limit_bytes
+
+
+def logprob_bytes(logprobs: Seq[TokenLogprob]) -> int:
+    """What log probabilities are charged with: 64 bytes a token and 16 per alternative."""
+    return sum(64 + 16 * len(item.top) for item in logprobs)
+
+
 class Sequence:
-    """One generated continuation. The outbox holds tokens that no flush has taken yet."""
+    """One generated continuation. The outbox holds tokens that no flush has taken yet.
+
+    `entry` is set while it waits in the queue. `held_bytes` of the outbox waited for their turn, not for the reader.
+    `record` keeps all tokens of a sequence whose answer may be cached.
+    """
 
     __slots__ = (
         "_logprobs",
@@ -70,9 +121,12 @@ class Sequence:
         "attempts",
         "cached_tokens",
         "completion_tokens",
+        "entry",
         "finish",
+        "held_bytes",
         "index",
         "is_dirty",
+        "record",
         "request",
     )
 
@@ -85,6 +139,9 @@ class Sequence:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.is_dirty = False
+        self.held_bytes = 0
+        self.entry: Entry | None = None
+        self.record: Record | None = None
         self._pending: list[int] = []
         self._packed: array[int] | None = None
         self._logprobs: list[TokenLogprob] | None = None
@@ -98,6 +155,8 @@ class Sequence:
             if self._logprobs is None:
                 self._logprobs = []
             self._logprobs.extend(logprobs)
+        if self.record is not None and not self.record.extend(token_ids, logprobs):
+            self.record = None
         if len(pending) < _PACK_AT_TOKENS:
             return False
         if self._packed is None:
@@ -111,12 +170,13 @@ class Sequence:
         """Bytes that wait in the outbox (logprobs count 64 bytes a token and 16 per alternative)."""
         total = BYTES_PER_TOKEN * (len(self._pending) + (len(self._packed) if self._packed is not None else 0))
         if self._logprobs is not None:
-            total += sum(64 + 16 * len(item.top) for item in self._logprobs)
+            total += logprob_bytes(self._logprobs)
         return total
 
     def take(self) -> tuple[Seq[int], list[TokenLogprob] | None]:
         """Everything pending, and an empty outbox. Clears the dirty mark."""
         self.is_dirty = False
+        self.held_bytes = 0
         logprobs, self._logprobs = self._logprobs, None
         tokens: Seq[int] = self._pending
         self._pending = []
@@ -127,36 +187,66 @@ class Sequence:
 
 
 class Request:
-    """An accepted request. `error` is None while it lives and after success."""
+    """An accepted request. `error` is None while it lives and after success.
+
+    `account` is its tenant's; `place` its position in the preserved order, if there is one; `cache_key` names its
+    answer in the response cache if it may be stored; `is_cached` that the answer came from there.
+    """
 
     __slots__ = (
         "accepted_at",
+        "account",
         "arrived",
+        "cache_key",
         "decision_id",
         "ended_at",
         "error",
         "first_token_at",
         "handle",
-        "is_ended",
+        "is_cached",
         "last_rank",
+        "phase",
+        "place",
+        "prefill_us",
         "sequences",
         "sink",
         "unfinished",
     )
 
-    def __init__(self, handle: int, arrived: RequestArrived, now: float) -> None:
+    def __init__(self, handle: int, arrived: RequestArrived, now: float, prefill_us: int = 0) -> None:
         self.handle = handle
         self.arrived = arrived
         self.sink: Any = arrived.sink
         self.accepted_at = now
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
-        self.is_ended = False
+        self.phase = _ACCEPTED
         self.error: GatewayError | None = None
         self.decision_id: int | None = None
         self.last_rank: int | None = None
-        self.sequences = [Sequence(self, index) for index in range(arrived.n)]
-        self.unfinished = arrived.n
+        self.prefill_us = prefill_us
+        self.account: Account | None = None
+        self.place: Place | None = None
+        self.cache_key: bytes | None = None
+        self.is_cached = False
+        n = arrived.n
+        self.sequences = [Sequence(self, 0)] if n == 1 else [Sequence(self, index) for index in range(n)]
+        self.unfinished = n
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its outcome is known and nothing of it is charged any more."""
+        return self.phase >= _SETTLED
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its answer has left."""
+        return self.phase is _ENDED
+
+    def advance(self, phase: Phase) -> None:
+        """Take a step of the life cycle. A step back or from a final phase is a defect of the caller."""
+        assert phase in TRANSITIONS[self.phase], (self.phase, phase)
+        self.phase = phase
 
     def unlink(self) -> None:
         """Break the reference cycles, so that an ended request needs no garbage collector. For its last user."""

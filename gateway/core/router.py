@@ -1,33 +1,37 @@
 """The one mutator: `Router.handle(event, now) -> effects`.
 
 Rules of this module:
-* nothing outside calls a mutating method of the ledger, the load book or the rank table;
-* a request is charged in the same call that picks its rank, before any effect runs;
+* nothing outside calls a mutating method of the parts that it owns;
+* everything that a request needs is reserved in the call that accepts it, and a rank is charged in the call that
+  picks it, before any effect runs;
 * in one batch: store the load, append the rows, release what finished;
-* every end of a request passes `_end`, every end of an attempt passes `_release`.
+* every end of a request passes `Endings.settle` once, every end of an attempt `Attempts.release` or `take_back` once.
 """
 
 from collections.abc import Callable
 from math import nan
 from typing import assert_never
 
-from msgspec import structs
-
 from gateway.config.schema import Config
+from gateway.core.acceptance import Acceptance
 from gateway.core.admission import Admission
+from gateway.core.answers import Answers
+from gateway.core.arrivals import Arrivals
+from gateway.core.attempts import Attempts
+from gateway.core.audit import Audit
 from gateway.core.batches import BatchIntake
+from gateway.core.batches_in_flight import BatchesInFlight
 from gateway.core.counters import Counters
-from gateway.core.deadlines import Deadlines
 from gateway.core.decisions import Decision, DecisionRing
+from gateway.core.dispatcher import Dispatcher
 from gateway.core.effects import (
     AbortOnRank,
-    Dispatch,
     Effect,
     RankStateChanged,
     RequestAccepted,
-    RequestEnded,
     RequestRefused,
 )
+from gateway.core.endings import Endings
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import (
     AbortAll,
@@ -43,16 +47,28 @@ from gateway.core.events import (
     SendUnblocked,
     Tick,
 )
-from gateway.core.ledger import Ledger
+from gateway.core.lifecycle import Evidence, Phase
 from gateway.core.load import LoadBook
+from gateway.core.ordering import Ordering
+from gateway.core.parts import Parts
 from gateway.core.policy import Policy
+from gateway.core.predictor import Predictor
+from gateway.core.pump import Pump
 from gateway.core.ranks import TRANSITIONS, RankState, RankTable
-from gateway.core.refusals import ended_by, no_rank, rank_lost, refused_by_engine, send_failed
+from gateway.core.refusals import (
+    ended_by,
+    rank_lost,
+    refused_by_engine,
+    send_failed,
+)
+from gateway.core.registry import Registry
 from gateway.core.request import Attempt, Request, Sequence
+from gateway.core.response_cache import ResponseCache
 from gateway.core.strays import Strays
-from gateway.core.validation import Validator
+from gateway.core.tenants import Account
 from gateway.core.views import RankView, rank_view
-from gateway.types import EngineRequest, Sampling
+
+_READY, _ENGINE = RankState.READY, Evidence.ENGINE
 
 
 class Router:
@@ -60,16 +76,13 @@ class Router:
 
     def __init__(self, config: Config, *, nonce: str, rng: Callable[[], float]) -> None:
         self._config = config
-        self._nonce = nonce
         self.ranks = RankTable(config)
         self.counters = Counters(self.ranks.size)
-        self.decisions = DecisionRing(config.observability.decision_ring)
+        self.predictor = Predictor(config.predictor)
         self.is_draining = False
-        self.dirty: list[Sequence] = []
-        self._ledger = Ledger(self.ranks, self.counters)
         self._load = LoadBook(self.ranks, config.load, config.gateways, self.counters)
-        self._admission = Admission(config.admission)
-        self._validator = Validator(config.model, config.limits, config.groups[0].protocol, self.ranks.size)
+        self._answers = Answers(config)
+        self._registry = Registry(config)
         self._policy = Policy(
             config.policy,
             config.filters,
@@ -78,31 +91,93 @@ class Router:
             coupled=any(group.coupled for group in config.groups),
             rng=rng,
         )
+        self._dispatcher: Dispatcher | None = None
+        if config.scheduling.mode != "direct":
+            self._dispatcher = Dispatcher(config, self.ranks, self._policy, self.predictor)
+        self._admission = Admission(config)
+        self._attempts = Attempts(
+            config, nonce, self.ranks, self._policy, self.predictor, self._load, self.batches, self.counters
+        )
+        parts = Parts(
+            self.ranks,
+            self.counters,
+            self.predictor,
+            self._load,
+            self._admission,
+            self._answers,
+            self._registry,
+            self._policy,
+            self._attempts,
+            self._dispatcher,
+        )
+        self._arrivals = Arrivals(config, parts)
+        self._acceptance = Acceptance(config, parts, self._arrivals)
+        self._endings = Endings(parts, self._acceptance)
+        self._pump = Pump(config, parts, self._dispatcher, self._endings) if self._dispatcher is not None else None
         self._strays = Strays(nonce, config.load.abort_settle_s)
         self._intake = BatchIntake(
             self.ranks,
-            self._ledger,
+            self._attempts.ledger,
             self._load,
             self._strays,
             self.counters,
             config.limits.max_stream_buffer_bytes,
+            self._attempts.started,
         )
-        self._deadlines = Deadlines()
-        self._requests: dict[int, Request] = {}
-        self._by_client: dict[tuple[str, str], Request] = {}
-        self._next_handle = 1
+        self._audit = Audit(self.ranks, self._attempts.ledger, self.counters)
+        # When the last READY rank went away, or the start, before any came.
+        self._no_rank_since: float | None = 0.0
 
     # ---- reading -----------------------------------------------------------------------------
 
     @property
     def live_count(self) -> int:
         """Accepted requests without a terminal outcome."""
-        return len(self._requests)
+        return len(self._registry)
 
     @property
     def in_flight(self) -> int:
         """Attempts that are charged to a rank."""
-        return len(self._ledger.live)
+        return len(self._attempts.ledger.live)
+
+    @property
+    def decisions(self) -> DecisionRing:
+        """The latest decisions."""
+        return self._attempts.decisions
+
+    @property
+    def queue_depth(self) -> int:
+        """Sequences that wait for a rank."""
+        return len(self._dispatcher) if self._dispatcher is not None else 0
+
+    @property
+    def batches(self) -> BatchesInFlight | None:
+        """The batches in flight, in mode batch."""
+        return self._dispatcher.batches if self._dispatcher is not None else None
+
+    @property
+    def ordering(self) -> Ordering | None:
+        """The preserved order, if there is one."""
+        return self._answers.ordering
+
+    @property
+    def response_cache(self) -> ResponseCache | None:
+        """The response cache, if there is one."""
+        return self._answers.cache
+
+    @property
+    def dirty(self) -> list[Sequence | Request]:
+        """What the edge has to send, in order."""
+        return self._answers.dirty
+
+    def accounts(self) -> list[Account]:
+        """The accounts of the tenants that the configuration names."""
+        return self._admission.tenants.named
+
+    def oldest_age_s(self, now: float) -> float:
+        """Age of the oldest live request; 0 when there is none."""
+        oldest = self._registry.oldest()
+        return now - oldest.accepted_at if oldest is not None else 0.0
 
     def why_not_ready(self) -> str | None:
         """What keeps the gateway from being ready, or None: `min_ready` READY ranks in every group, no drain."""
@@ -118,18 +193,25 @@ class Router:
 
     def find(self, client_key: str, request_id: str) -> Request | None:
         """The live request with this client id."""
-        return self._by_client.get((client_key, request_id))
+        return self._registry.find(client_key, request_id)
 
-    def take_dirty(self) -> list[Sequence]:
-        """Sequences with something to flush, each once."""
-        dirty, self.dirty = self.dirty, []
-        return dirty
+    def take_dirty(self) -> list[Sequence | Request]:
+        """Sequences with something to flush and requests that have ended, in the order in which they must leave."""
+        return self._answers.take_dirty()
+
+    def next_due(self) -> float | None:
+        """When the core wants a `Tick` before the usual one, if it does."""
+        return self._dispatcher.next_due() if self._dispatcher is not None else None
 
     def explain(self, arrived: RequestArrived, now: float) -> Decision:
         """Decide without charging, recording or advancing anything. Raises on an invalid request."""
-        self._validator.check(arrived)
+        self._arrivals.validate(arrived)
         with self._policy.dry_run():
-            return self._choose(arrived, now)
+            decision = self._attempts.choose(arrived, self.predictor.prefill_us(len(arrived.prompt_token_ids)), now)
+        if self._dispatcher is not None:
+            decision.gate = self._dispatcher.gate_states(now)
+            decision.queue_depth = len(self._dispatcher)
+        return decision
 
     def rank_views(self, now: float) -> list[RankView]:
         """Every rank, in order; `cost` is that of a one-token prompt."""
@@ -138,20 +220,17 @@ class Router:
 
     def check(self) -> None:
         """Assert every invariant; for tests, after every step."""
-        self._ledger.check()
-        live = {id(attempt) for attempt in self._ledger.live.values()}
-        held = {
-            id(sequence.attempt)
-            for request in self._requests.values()
-            for sequence in request.sequences
-            if sequence.attempt is not None and not sequence.attempt.released
-        }
-        assert live == held
-        assert all(not request.is_ended and request.unfinished > 0 for request in self._requests.values())
-        assert set(map(id, self._by_client.values())) <= set(map(id, self._requests.values()))
-        ended = sum(self.counters.ended.values())
-        assert self.counters.accepted == ended + len(self._requests)
-        assert self.counters.double_releases == 0
+        requests = list(self._registry)
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        attempts = [sequence.attempt for sequence in sequences if sequence.attempt is not None]
+        self._registry.check()
+        self._answers.check()
+        self._admission.check_sums(requests)
+        self._attempts.check([attempt for attempt in attempts if not attempt.released])
+        if self._dispatcher is not None:
+            self._dispatcher.check([sequence for sequence in sequences if sequence.entry is not None])
+        assert all(request.is_settled or request.unfinished > 0 for request in requests)
+        assert self.counters.accepted == sum(self.counters.ended.values()) + len(requests)
         for rank in range(self.ranks.size):
             if self.ranks.state[rank] is not RankState.READY:
                 assert self.ranks.in_flight[rank] == 0
@@ -178,159 +257,69 @@ class Router:
                 self._on_send_failed(event, now, effects)
             case SendBlocked() | SendUnblocked():
                 self._on_blocked(event)
-            case DrainStarted():
-                self.is_draining = True
-            case AbortAll():
-                for request in list(self._requests.values()):
-                    self._end(request, ended_by(event.reason), now, effects)
+            case DrainStarted() | AbortAll():
+                self._on_drain(event, now, effects)
             case _:
                 assert_never(event)
+        if self._pump is not None:
+            self._pump.run(now, effects)
         return effects
 
-    # ---- requests ----------------------------------------------------------------------------
+    def flush_cache(self) -> tuple[int, int]:
+        """Forget every stored answer. Returns how many they were and their bytes."""
+        return self._answers.flush_cache()
+
+    # ---- arrival -----------------------------------------------------------------------------
 
     def _on_arrived(self, arrived: RequestArrived, now: float, effects: list[Effect]) -> None:
         try:
-            request = self._admit(arrived, now)
+            if self.is_draining:
+                raise ended_by(Reason.DRAINING)
+            request, plan = self._acceptance.accept(arrived, now)
         except GatewayError as error:
             refused = self.counters.refused
             refused[error.reason] = refused.get(error.reason, 0) + 1
             effects.append(RequestRefused(error))
             return
-        self._requests[request.handle] = request
-        self._by_client[arrived.client_key, arrived.request_id] = request
-        self.counters.accepted += 1
-        if arrived.deadline_at is not None:
-            self._deadlines.add(arrived.deadline_at, request)
         effects.append(RequestAccepted(request))
-        for sequence in request.sequences:
-            assert sequence.attempt is not None
-            effects.append(self._dispatch(sequence.attempt, arrived))
+        if plan.answer is not None:
+            request.first_token_at = now
+            self._endings.settle(request, None, Evidence.GATEWAY, now, effects)
+        elif plan.is_shared:
+            return
+        elif self._dispatcher is None:
+            self._attempts.dispatch_all(request, effects)
+        else:
+            self._acceptance.enqueue(request, self._dispatcher, now)
 
-    def _admit(self, arrived: RequestArrived, now: float) -> Request:
-        if self.is_draining:
-            raise ended_by(Reason.DRAINING)
-        self._validator.check(arrived)
-        if (arrived.client_key, arrived.request_id) in self._by_client:
-            raise GatewayError(
-                Reason.DUPLICATE_REQUEST_ID,
-                f"a live request already has the id {arrived.request_id!r}",
-                request_id=arrived.request_id,
-            )
-        if arrived.deadline_at is not None and arrived.deadline_at <= now:
-            raise ended_by(Reason.DEADLINE_EXCEEDED)
-        self._admission.check_total(len(self._ledger.live), arrived.n)
-        request = Request(self._next_handle, arrived, now)
-        self._next_handle += 1
-        self._load.expire(now)
-        for sequence in request.sequences:
-            decision = self._decide(arrived, now)
-            if request.decision_id is None:
-                request.decision_id = decision.id
-            if decision.rank is None:
-                self._roll_back(request, now)
-                raise no_rank(decision, arrived, self._admission.retry_after_s(arrived.n))
-            self._charge(sequence, decision.rank, now)
-        return request
-
-    def _choose(self, arrived: RequestArrived, now: float) -> Decision:
-        return self._policy.decide(
-            now,
-            prompt_tokens=len(arrived.prompt_token_ids),
-            max_tokens=arrived.sampling.max_tokens,
-            priority=arrived.priority,
-            pinned_rank=arrived.pinned_rank,
-            label=arrived.request_id,
-        )
-
-    def _decide(self, arrived: RequestArrived, now: float) -> Decision:
-        decision = self._choose(arrived, now)
-        self.decisions.add(decision)
-        counters = self.counters
-        if decision.rank is not None:
-            counters.decisions[decision.rank] += 1
-        for name in decision.relaxed:
-            counters.relaxed_filters[name] += 1
-        counters.non_finite_costs = self._policy.non_finite_costs
-        counters.all_non_finite = self._policy.all_non_finite
-        return decision
-
-    def _charge(self, sequence: Sequence, rank: int, now: float) -> None:
-        request = sequence.request
-        sequence.attempts += 1
-        wire_id = f"{self._nonce}-{request.handle:x}-{sequence.index}-{sequence.attempts}"
-        attempt = Attempt(sequence, wire_id, sequence.attempts, rank, self.ranks.incarnation[rank], now)
-        sequence.attempt = attempt
-        request.last_rank = rank
-        self._ledger.charge(attempt, now)
-
-    def _roll_back(self, request: Request, now: float) -> None:
-        """Admission is all or nothing: give back what the earlier sequences of this request took."""
-        for sequence in request.sequences:
-            attempt = sequence.attempt
-            if attempt is not None:
-                self._take_back(attempt, now)
-
-    def _dispatch(self, attempt: Attempt, arrived: RequestArrived) -> Dispatch:
-        request = EngineRequest(
-            wire_id=attempt.wire_id,
-            prompt_token_ids=arrived.prompt_token_ids,
-            sampling=_sampling_of(attempt.sequence, arrived.sampling),
-            eos_token_ids=self._config.model.eos_token_ids,
-            priority=arrived.priority,
-            arrived_at_unix_s=arrived.arrived_at_unix_s,
-        )
-        return Dispatch(attempt.rank, attempt.incarnation, request)
+    # ---- ends --------------------------------------------------------------------------------
 
     def _on_cancelled(self, event: RequestCancelled, now: float, effects: list[Effect]) -> None:
-        request = self._requests.get(event.handle)
+        request = self._registry.get(event.handle)
         if request is None:
             self.counters.double_ends += 1
-            return
-        self._end(request, ended_by(event.reason), now, effects)
+        else:
+            self._endings.cut_short(request, event.reason, now, effects)
+
+    def _on_drain(self, event: DrainStarted | AbortAll, now: float, effects: list[Effect]) -> None:
+        self.is_draining = True
+        if isinstance(event, AbortAll):
+            # Who only waits for another one's answer goes first: it would be sent to a rank in that one's place.
+            for request in sorted(self._registry, key=lambda request: request.phase is not Phase.ACCEPTED):
+                self._endings.cut_short(request, event.reason, now, effects)
 
     def _on_tick(self, now: float, effects: list[Effect]) -> None:
         self._load.expire(now)
-        self._deadlines.compact(len(self._requests))
-        for request in self._deadlines.expired(now):
-            self.counters.deadlines_expired += 1
-            self._end(request, ended_by(Reason.DEADLINE_EXCEEDED), now, effects)
-
-    def _end(self, request: Request, error: GatewayError | None, now: float, effects: list[Effect]) -> None:
-        """The one terminal outcome. Whatever is still charged is released and aborted at its rank."""
-        if request.is_ended:
-            self.counters.double_ends += 1
-            return
-        request.is_ended = True
-        request.error = error
-        request.ended_at = now
-        del self._requests[request.handle]
-        arrived = request.arrived
-        del self._by_client[arrived.client_key, arrived.request_id]
-        for sequence in request.sequences:
-            attempt = sequence.attempt
-            if attempt is not None and not attempt.released:
-                self._release(attempt, now)
-                self._load.aborted(attempt.rank, now)
-                effects.append(AbortOnRank(attempt.rank, attempt.incarnation, (attempt.wire_id,)))
-        outcome = "OK" if error is None else error.reason.value
-        self.counters.ended[outcome] = self.counters.ended.get(outcome, 0) + 1
-        effects.append(RequestEnded(request))
-
-    def _release(self, attempt: Attempt, now: float) -> None:
-        self._admission.released(now)
-        if self._ledger.release(attempt, now):
-            self._load.clamp(attempt.rank)
-
-    def _take_back(self, attempt: Attempt, now: float) -> None:
-        """Release an attempt that never left the gateway: the rank's report is not a stale one of ours."""
-        if self._ledger.take_back(attempt, now):
-            self._load.unsent(attempt.rank)
+        for request, reason in self._registry.expire(now):
+            self._endings.expire(request, reason, now, effects)
+        if self._pump is not None:
+            self._pump.expire(now, self._no_rank_since, effects)
+        effects.extend(self._audit.step(now))
 
     # ---- ranks -------------------------------------------------------------------------------
 
     def _is_current(self, rank: int, incarnation: int) -> bool:
-        is_current = self.ranks.incarnation[rank] == incarnation and self.ranks.state[rank] is RankState.READY
+        is_current = self.ranks.incarnation[rank] == incarnation and self.ranks.state[rank] is _READY
         if not is_current:
             self.counters.stale_events += 1
         return is_current
@@ -339,12 +328,13 @@ class Router:
         rank = event.rank
         if not self._is_current(rank, event.incarnation):
             return
-        result = self._intake.apply(rank, event.batch, now, self.dirty)
+        result = self._intake.apply(rank, event.batch, now, self._answers.touched)
+        self._answers.let_out()
         for attempt, finish in result.finished:
             self._finish(attempt, finish, now, effects)
         for attempt, error in result.failed:
-            if not attempt.sequence.request.is_ended:
-                self._end(attempt.sequence.request, error, now, effects)
+            if not attempt.sequence.request.is_settled:
+                self._endings.settle(attempt.sequence.request, error, Evidence.GATEWAY, now, effects)
         if result.stray_ids:
             self._load.aborted(rank, now)
             self.counters.reaborts += len(result.stray_ids)
@@ -356,14 +346,17 @@ class Router:
         request = sequence.request
         if attempt.released:
             return
-        self._release(attempt, now)
-        if finish in ("stop", "length"):
-            sequence.finish = "stop" if finish == "stop" else "length"
-            request.unfinished -= 1
-            if request.unfinished == 0:
-                self._end(request, None, now, effects)
+        self._attempts.release(attempt, _ENGINE, now)
+        if finish not in ("stop", "length"):
+            self._endings.settle(request, refused_by_engine(attempt, finish), Evidence.GATEWAY, now, effects)
             return
-        self._end(request, refused_by_engine(attempt, finish), now, effects)
+        self.ranks.observe_finished(attempt.rank, attempt.tokens_out)
+        sequence.finish = "stop" if finish == "stop" else "length"
+        if request.unfinished == 1:
+            self._endings.settle(request, None, _ENGINE, now, effects)
+            return
+        request.unfinished -= 1
+        self._admission.give_back(request, 1, now)
 
     def _on_joined(self, event: RankJoined, now: float, effects: list[Effect]) -> None:
         rank, ranks = event.rank, self.ranks
@@ -378,6 +371,7 @@ class Router:
         self._load.join(rank)
         self._strays.forget(rank)
         ranks.refresh(rank)
+        self._no_rank_since = None
         cause = "reattached" if event.reattached else "joined"
         effects.append(RankStateChanged(rank, event.incarnation, old.value, ranks.state[rank].value, cause))
 
@@ -389,33 +383,34 @@ class Router:
         ranks = self.ranks
         old = ranks.state[rank]
         ranks.state[rank] = TRANSITIONS[old]["lost"]
-        attempts = self._ledger.of_rank(rank)
+        attempts = self._attempts.ledger.of_rank(rank)
         for attempt in attempts:
-            self._release(attempt, now)
+            self._attempts.release(attempt, Evidence.RANK_LOST, now)
         ranks.forget_snapshot(rank)
+        ranks.is_blocked[rank] = False
         ranks.refresh(rank)
+        if RankState.READY not in ranks.state:
+            self._no_rank_since = now
         effects.append(RankStateChanged(rank, ranks.incarnation[rank], old.value, ranks.state[rank].value, cause))
-        for attempt in attempts:
-            request = attempt.sequence.request
-            if not request.is_ended:
-                self._end(request, rank_lost(rank, cause), now, effects)
+        ended = [attempt.sequence.request for attempt in attempts]
+        if self._dispatcher is not None:
+            # A pin is never re-routed, and its rank may never come back.
+            ended += [entry.sequence.request for entry in self._dispatcher.queue.pinned_to(rank)]
+        for request in ended:
+            if not request.is_settled:
+                # Sequences on other ranks are not lost: they are aborted there.
+                self._endings.settle(request, rank_lost(rank, cause), Evidence.GATEWAY, now, effects)
 
     def _on_send_failed(self, event: SendFailed, now: float, effects: list[Effect]) -> None:
-        attempt = self._ledger.live.get(event.wire_id)
+        attempt = self._attempts.ledger.live.get(event.wire_id)
         if attempt is None:
             return
         # The rank never saw it: nothing to abort there, and nothing learnt about its load.
-        self._take_back(attempt, now)
-        self._end(attempt.sequence.request, send_failed(event.rank, event.cause), now, effects)
+        self._attempts.take_back(attempt, now)
+        request = attempt.sequence.request
+        self._endings.settle(request, send_failed(event.rank, event.cause), Evidence.GATEWAY, now, effects)
 
     def _on_blocked(self, event: SendBlocked | SendUnblocked) -> None:
         if self._is_current(event.rank, event.incarnation):
             self.ranks.is_blocked[event.rank] = isinstance(event, SendBlocked)
             self.ranks.refresh(event.rank)
-
-
-def _sampling_of(sequence: Sequence, sampling: Sampling) -> Sampling:
-    """Continuations of one seeded request must differ: the i-th gets seed + i, as vLLM's own front end does."""
-    if sampling.seed is None or sequence.index == 0:
-        return sampling
-    return structs.replace(sampling, seed=(sampling.seed + sequence.index + 2**63) % 2**64 - 2**63)

@@ -5,8 +5,6 @@ values that its own front end would have refused (a negative temperature, a toke
 vocabulary, an empty prompt, a duplicate id). Each rule here protects a rank; each has a test.
 """
 
-from math import isfinite
-
 from gateway.config.schema import Limits, Model
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
@@ -16,6 +14,7 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _MAX_TEMPERATURE = 100.0
 _MAX_PENALTY = 2.0
+_PENALTIES = f"[{-_MAX_PENALTY:g}, {_MAX_PENALTY:g}]"
 
 
 def invalid(field: str, message: str) -> GatewayError:
@@ -30,15 +29,27 @@ class Validator:
         self._model = model
         self._limits = limits
         self._protocol = protocol
+        self._family = FAMILIES[protocol]
         self._ranks = ranks
 
     def check(self, arrived: RequestArrived) -> None:
         """Raise the first problem as a `GatewayError`; return silently when the request may go on."""
+        self.check_shape(arrived)
+        self.check_tokens(arrived)
+
+    def check_shape(self, arrived: RequestArrived) -> None:
+        """The part of `check` that costs the same for every prompt."""
         self._check_identity(arrived)
-        self._check_prompt(arrived)
+        self._check_prompt_length(arrived)
         self._check_lengths(arrived)
         self._check_numbers(arrived.sampling)
-        self._check_tokens(arrived.sampling)
+        self._check_stops(arrived.sampling)
+
+    def check_tokens(self, arrived: RequestArrived) -> None:
+        """The part of `check` that looks at every prompt token."""
+        prompt = arrived.prompt_token_ids
+        if max(prompt) >= self._model.vocab_size or min(prompt) < 0:
+            raise invalid("prompt_token_ids", f"ids must be in 0..{self._model.vocab_size - 1}")
 
     def _check_identity(self, arrived: RequestArrived) -> None:
         limits = self._limits
@@ -64,7 +75,7 @@ class Validator:
                 valid_max=self._ranks - 1,
             )
 
-    def _check_prompt(self, arrived: RequestArrived) -> None:
+    def _check_prompt_length(self, arrived: RequestArrived) -> None:
         prompt = arrived.prompt_token_ids
         if not prompt:
             raise invalid("prompt_token_ids", "must not be empty")
@@ -76,8 +87,6 @@ class Validator:
                 prompt_tokens=len(prompt),
                 limit_tokens=longest,
             )
-        if max(prompt) >= self._model.vocab_size or min(prompt) < 0:
-            raise invalid("prompt_token_ids", f"ids must be in 0..{self._model.vocab_size - 1}")
 
     def _check_lengths(self, arrived: RequestArrived) -> None:
         sampling = arrived.sampling
@@ -90,24 +99,26 @@ class Validator:
             raise invalid("min_tokens", f"must be in 0..max_tokens ({sampling.max_tokens})")
 
     def _check_numbers(self, sampling: Sampling) -> None:
-        _in_range("temperature", sampling.temperature, 0.0, _MAX_TEMPERATURE)
-        _in_range("top_p", sampling.top_p, 0.0, 1.0, open_low=True)
-        _in_range("min_p", sampling.min_p, 0.0, 1.0)
-        _in_range("frequency_penalty", sampling.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
-        _in_range("presence_penalty", sampling.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
-        _in_range(
-            "repetition_penalty",
-            sampling.repetition_penalty,
-            0.0,
-            FAMILIES[self._protocol].max_repetition_penalty,
-            open_low=True,
-        )
+        # NaN is in no range: it compares false with both ends.
+        if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
+            raise _out_of_range("temperature", sampling.temperature, f"[0, {_MAX_TEMPERATURE:g}]")
+        if not 0.0 < sampling.top_p <= 1.0:
+            raise _out_of_range("top_p", sampling.top_p, "(0, 1]")
+        if not 0.0 <= sampling.min_p <= 1.0:
+            raise _out_of_range("min_p", sampling.min_p, "[0, 1]")
+        if not -_MAX_PENALTY <= sampling.frequency_penalty <= _MAX_PENALTY:
+            raise _out_of_range("frequency_penalty", sampling.frequency_penalty, _PENALTIES)
+        if not -_MAX_PENALTY <= sampling.presence_penalty <= _MAX_PENALTY:
+            raise _out_of_range("presence_penalty", sampling.presence_penalty, _PENALTIES)
+        highest = self._family.max_repetition_penalty
+        if not 0.0 < sampling.repetition_penalty <= highest:
+            raise _out_of_range("repetition_penalty", sampling.repetition_penalty, f"(0, {highest:g}]")
         if sampling.top_k != -1 and not 1 <= sampling.top_k <= _INT32_MAX:
             raise invalid("top_k", f"must be -1 (off) or at least 1, got {sampling.top_k}")
         if sampling.seed is not None and not _INT64_MIN <= sampling.seed <= _INT64_MAX:
             raise invalid("seed", "must fit 64 bits")
 
-    def _check_tokens(self, sampling: Sampling) -> None:
+    def _check_stops(self, sampling: Sampling) -> None:
         limits = self._limits
         stops = sampling.stop_token_ids
         if len(stops) > limits.max_stop_token_ids:
@@ -119,7 +130,7 @@ class Validator:
             return
         if not 0 <= logprobs <= limits.max_logprobs:
             raise invalid("logprobs", f"must be in 0..{limits.max_logprobs}, got {logprobs}")
-        if logprobs > 0 and not FAMILIES[self._protocol].has_logprob_alternatives:
+        if logprobs > 0 and not self._family.has_logprob_alternatives:
             raise GatewayError(
                 Reason.UNSUPPORTED_FIELD,
                 f"logprobs: alternatives are not available from {self._protocol} ranks; use 0 for the chosen token's",
@@ -127,7 +138,5 @@ class Validator:
             )
 
 
-def _in_range(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if not isfinite(value) or value > high or value < low or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise invalid(field, f"must be in {bracket}{low:g}, {high:g}], got {value:g}")
+def _out_of_range(field: str, value: float, interval: str) -> GatewayError:
+    return invalid(field, f"must be in {interval}, got {value:g}")

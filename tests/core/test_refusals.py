@@ -67,7 +67,8 @@ def test_no_rank_says_why_and_names_its_record():
     used = Bench(1, info=small)
     used.request([1] * 60)
     cases = (
-        (Bench(1, info=small), [1] * 100, {}, Reason.PROMPT_TOO_LONG),
+        (Bench(1, info=small), [1] * 100, {}, Reason.KV_TOO_SMALL),
+        (Bench(1, info=make_info(max_model_len=100)), [1] * 100, {}, Reason.PROMPT_TOO_LONG),
         (used, [1] * 60, {}, Reason.KV_FULL),
         (full, [1], {}, Reason.RANKS_FULL),
         (Bench(1, join=False), [1], {}, Reason.NO_ELIGIBLE_RANK),
@@ -76,7 +77,7 @@ def test_no_rank_says_why_and_names_its_record():
     for bench, prompt, more, reason in cases:
         error = refused(bench, prompt, **more)
         assert error.reason is reason
-        assert error.retryable is (reason is not Reason.PROMPT_TOO_LONG)
+        assert error.retryable is (reason not in (Reason.PROMPT_TOO_LONG, Reason.KV_TOO_SMALL))
         assert (error.retry_after_s is not None) is error.retryable
         assert bench.router.decisions.get(error.facts["decision_id"]).refusal is reason
         assert error.facts.get("rank") == more.get("pinned_rank")

@@ -14,6 +14,7 @@ from gateway.core.events import (
     SendUnblocked,
     Tick,
 )
+from gateway.core.lifecycle import Evidence
 from gateway.types import EngineBatch, Sampling, TokenLogprob
 from tests.support.core import Bench, make_info, wire_id
 
@@ -32,7 +33,7 @@ def test_a_request_runs_to_its_end():
     bench.batch(0, [(wire_id(request), [7])])
     bench.batch(0, [(wire_id(request), [8, 9], "length")])
     sequence = request.sequences[0]
-    assert bench.router.take_dirty() == [sequence]
+    assert bench.router.take_dirty() == [sequence, request], "its output, then its end"
     assert sequence.take() == ([7, 8, 9], None)
     assert sequence.finish == "length"
     assert bench.ended == [request]
@@ -128,7 +129,7 @@ def test_cancel_aborts_at_the_rank_and_late_rows_reach_nobody():
     bench.cancel(request, Reason.CANCELLED)
     assert bench.aborted == [AbortOnRank(1, 1, (wire_id(request),))]
     bench.batch(1, [(wire_id(request), [9], "stop")])
-    assert bench.router.take_dirty() == []
+    assert bench.router.take_dirty() == [request], "its end and no output"
     assert bench.ended == [request]
     bench.cancel(request, Reason.CANCELLED)
     assert bench.router.counters.double_ends == 1
@@ -289,7 +290,7 @@ def test_deadline_memory_follows_the_live_requests():
     for _ in range(500):
         bench.finish(bench.request(deadline_at=1e9))
     bench.send(Tick())
-    assert len(bench.router._deadlines) == 0
+    assert len(bench.router._registry._deadlines) == 0
 
 
 def test_the_total_bound_refuses_with_a_hint():
@@ -445,7 +446,7 @@ def test_a_second_end_is_counted_and_changes_nothing():
     request = bench.request()
     bench.finish(request)
     effects = []
-    bench.router._end(request, GatewayError(Reason.INTERNAL, "late"), bench.now, effects)
+    bench.router._endings.settle(request, GatewayError(Reason.INTERNAL, "late"), Evidence.GATEWAY, bench.now, effects)
     assert (request.error, effects, bench.router.counters.double_ends) == (None, [], 1)
     bench.assert_quiet()
 

@@ -1,182 +1,297 @@
-"""A hypothesis state machine over the router: invariants after every step, quiet at the end."""
+"""A hypothesis state machine over the router: every mode and setting, invariants after each step, quiet at the end."""
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gateway.core.effects import AbortOnRank, Dispatch, RequestAccepted, RequestEnded, RequestRefused
 from gateway.core.errors import Reason
-from gateway.core.events import RankLost, SendBlocked, SendFailed, SendUnblocked, Tick
-from tests.support.core import Bench, load, make_info
+from gateway.core.events import (
+    AbortAll,
+    DrainStarted,
+    RankJoined,
+    RankLost,
+    RequestCancelled,
+    SendBlocked,
+    SendFailed,
+    SendUnblocked,
+    Tick,
+)
+from gateway.types import Sampling
+from tests.property.deployments import DEADLINE_S, MAX_AGE_S, RANKS, REUSE_AFTER_S, deployments
+from tests.property.watch import Watch
+from tests.support.core import load
 
-RANKS = 3
 picks = st.integers(0, 10**6)
+ranks = st.integers(0, RANKS - 1)
+asks = st.fixed_dictionaries(
+    {
+        "length": st.sampled_from([4, 4, 10, 45, 90, 130]),
+        "n": st.sampled_from([1, 1, 1, 1, 2, 3]),
+        "who": st.tuples(*[st.sampled_from(["", "a", "b", "c"])] * 3),
+        "priority": st.integers(0, 1),
+        "greedy": st.booleans(),
+    }
+)
 
 
 class RouterMachine(RuleBasedStateMachine):
     """Ranks that do as told: they know what was dispatched to them and answer any of it, or not."""
 
     @initialize(
-        preset=st.sampled_from(
-            ["lmetric", "smg", "vllm", "vllm_4w_r", "round_robin", "random", "p2c", "least_in_flight"]
-        ),
-        protocol=st.sampled_from(["vllm", "tokenspeed"]),
-        per_rank=st.sampled_from([2, 5, 64]),
+        bench=deployments(),
+        end=st.sampled_from(["finish", "age", "abort", "drain"]),
+        asks=st.lists(asks, min_size=3, max_size=12),
     )
-    def start(self, preset, protocol, per_rank):
-        self.bench = Bench(
-            RANKS,
-            protocol,
-            policy={"preset": preset},
-            admission={"max_in_flight_per_rank": per_rank, "max_in_flight": 2 * per_rank + 1},
-            info=make_info(kv_capacity_tokens=300),
-        )
-        self.counted = protocol == "tokenspeed"
-        self.accepted: dict[int, object] = {}
-        self.engine: list[dict[str, int]] = [{} for _ in range(RANKS)]
-        self.outcomes: dict[int, int] = {}
+    def start(self, bench, end, asks):
+        self.bench = bench
+        self.end = end
+        self.watch = Watch(bench)
+        self.counted = bench.config.groups[0].protocol == "tokenspeed"
+        self.numbers = 0
+        for ask in asks:
+            self.arrive(**ask)
 
-    def send(self, effects):
-        for effect in effects:
-            if isinstance(effect, Dispatch):
-                assert self.bench.router.ranks.state[effect.rank] == "READY"
-                self.engine[effect.rank][effect.request.wire_id] = 0
-            elif isinstance(effect, AbortOnRank):
-                for wire_id in effect.wire_ids:
-                    self.engine[effect.rank].pop(wire_id, None)
-            elif isinstance(effect, RequestAccepted):
-                self.accepted[effect.request.handle] = effect.request
-            elif isinstance(effect, RequestEnded):
-                self.outcomes[effect.request.handle] = self.outcomes.get(effect.request.handle, 0) + 1
-        return effects
+    # ---- clients: several kinds, so that hardly any run is without ---------------------------------
 
-    @rule(
-        prompt=st.integers(1, 120),
-        n=st.integers(1, 4),
-        pin=st.none() | st.integers(-1, RANKS),
-        deadline=st.none() | st.floats(0, 5),
-    )
-    def arrive(self, prompt, n, pin, deadline):
+    @rule(ask=asks, count=st.integers(1, 4))
+    def arrive_alike(self, ask, count):
+        for _ in range(count):
+            self.arrive(**ask)
+
+    @rule(asks=st.lists(asks, min_size=2, max_size=6))
+    def arrive_mixed(self, asks):
+        for ask in asks:
+            self.arrive(**ask)
+
+    @rule(pick=picks, count=st.integers(1, 3))
+    def arrive_as_before(self, pick, count):
+        """The same question again, of one whose answer may be stored or shared."""
+        known = [r.arrived for r in self.watch.accepted.values() if r.arrived.sampling.temperature == 0]
+        for _ in range(count if known else 0):
+            arrived = known[pick % len(known)]
+            who = (arrived.tenant, arrived.session_id, arrived.client_key)
+            length = len(arrived.prompt_token_ids)
+            self.arrive(length=length, n=arrived.n, who=who, priority=arrived.priority, greedy=True)
+
+    @rule(ask=asks, pin=st.sampled_from([*range(RANKS)] * 3 + [-1, RANKS]), patience=st.sampled_from([None, 0.5]))
+    def arrive_pinned(self, ask, pin, patience):
+        self.arrive(**ask, pin=pin, patience=patience)
+
+    @rule(ask=asks, deadline=st.sampled_from([0.0, 0.02, 0.5, 3.0]), again=st.sampled_from([False, False, True]))
+    def arrive_in_a_hurry(self, ask, deadline, again):
+        self.arrive(**ask, deadline=deadline, again=again)
+
+    def arrive(self, length, n, who, priority, greedy, *, pin=None, patience=None, deadline=None, again=False):
         bench = self.bench
-        before = list(bench.router.ranks.in_flight)
-        at = None if deadline is None else bench.now + deadline
-        effects = self.send(bench.send(bench.arrived([1] * prompt, n=n, pinned_rank=pin, deadline_at=at)))
-        if any(isinstance(effect, RequestRefused) for effect in effects):
-            assert len(effects) == 1
+        if deadline is None and bench.router.ordering is not None:
+            deadline = DEADLINE_S
+        tenant, session, client = who
+        self.numbers += not again
+        before, refused = list(bench.router.ranks.in_flight), bench.router.counters.refused.copy()
+        self.watch.send(
+            bench.arrived(
+                [length] * length,
+                sampling=Sampling(max_tokens=8, temperature=0.0 if greedy else 1.0),
+                n=n,
+                pinned_rank=pin,
+                deadline_at=None if deadline is None else bench.now + deadline,
+                tenant=tenant,
+                session_id=session,
+                client_key=client,
+                request_id=str(self.numbers),
+                priority=priority,
+                queue_timeout_s=patience,
+            )
+        )
+        if bench.router.counters.refused != refused and bench.config.scheduling.mode == "direct":
             assert bench.router.ranks.in_flight == before
-        else:
-            assert sum(bench.router.ranks.in_flight) == sum(before) + n
+
+    @rule(pick=picks, reason=st.sampled_from([Reason.CANCELLED, Reason.ABORTED, Reason.SLOW_READER, Reason.INTERNAL]))
+    def cancel(self, pick, reason):
+        handles = sorted(self.watch.accepted)
+        if handles:
+            # Mostly a late one: the early ones have ended.
+            handle = handles[-1 - (pick % len(handles)) % 8 % len(handles)]
+            self.watch.send(RequestCancelled(handle, reason))
+
+    @rule(is_lazy=st.booleans())
+    def deliver(self, is_lazy):
+        self.watch.is_lazy = is_lazy
+        self.watch.flush()
+
+    # ---- ranks ---------------------------------------------------------------------------------
 
     @rule(
-        rank=st.integers(0, RANKS - 1),
+        rank=ranks,
         pick=picks,
         tokens=st.integers(0, 3),
         finish=st.sampled_from(["", "", "stop", "length", "abort", "error"]),
         report=st.booleans(),
-        count_error=st.sampled_from([0, 0, 0, 0, 1, -1]),
+        count_error=st.sampled_from([0, 0, 0, 0, 0, 0, 1, -1]),
     )
     def answer(self, rank, pick, tokens, finish, report, count_error):
-        mine = self.engine[rank]
+        mine = self.watch.engine[rank]
         if not mine:
             return
         wire_id = sorted(mine)[pick % len(mine)]
+        row = self.row(rank, wire_id, tokens, finish, count_error)
+        snapshot = load(pick % 50, pick % 7, (pick % 130) / 100) if report else None
+        self.watch.batch(rank, [row], snapshot)
+
+    @rule(steps=st.lists(picks, min_size=1, max_size=4))
+    def work(self, steps):
+        for finishes in steps:
+            for rank in range(RANKS):
+                self.step(rank, 1, finishes >> rank)
+
+    @rule(rank=ranks, tokens=st.integers(1, 2), finishes=picks)
+    def step(self, rank, tokens, finishes):
+        rows = [
+            self.row(rank, wire_id, tokens, "stop" if finishes >> index & 1 else "")
+            for index, wire_id in enumerate(sorted(self.watch.engine[rank]))
+        ]
+        self.bench.now += 0.01
+        self.watch.batch(rank, rows, load(len(rows), 0, 0.1))
+
+    def row(self, rank, wire_id, tokens, finish, count_error=0):
+        mine = self.watch.engine[rank]
+        start = mine[wire_id]
         mine[wire_id] += tokens
-        row = (wire_id, [7] * tokens, finish, mine[wire_id] + count_error)
         if finish:
             del mine[wire_id]
-        snapshot = load(pick % 50, pick % 7, (pick % 130) / 100) if report else None
-        self.send(self.bench.batch(rank, [row if self.counted else row[:3]], snapshot))
+        row = (wire_id, list(range(start, start + tokens)), finish, start + tokens + count_error)
+        return row if self.counted else row[:3]
 
-    @rule(rank=st.integers(0, RANKS - 1), running=st.integers(0, 9), waiting=st.integers(0, 9))
+    @rule(rank=ranks, running=st.integers(0, 9), waiting=st.integers(0, 9))
     def report_alone(self, rank, running, waiting):
-        self.send(self.bench.batch(rank, [], load(running, waiting, 0.3)))
+        self.watch.batch(rank, [], load(running, waiting, 0.3))
 
-    @rule(rank=st.integers(0, RANKS - 1), pick=picks, lossy=st.booleans())
+    @rule(rank=ranks, pick=picks, lossy=st.booleans())
     def unreadable(self, rank, pick, lossy):
-        mine = sorted(self.engine[rank])
+        mine = sorted(self.watch.engine[rank])
         failed = [mine[pick % len(mine)]] if mine else []
-        self.send(self.bench.batch(rank, [], failed_ids=failed, lossy=lossy, fault="ragged"))
+        self.watch.batch(rank, [], failed_ids=failed, lossy=lossy and pick % 4 == 0, fault="ragged")
 
-    @rule(rank=st.integers(0, RANKS - 1), foreign=st.booleans())
-    def stray_row(self, rank, foreign):
-        wire_id = "feedfeedfeedfeed-1-0-1" if foreign else "0123456789abcdef-ffffff-0-1"
-        self.send(self.bench.batch(rank, [(wire_id, [3])], load(2, 2, 0.2)))
+    @rule(rank=ranks, pick=picks)
+    def stray_row(self, rank, pick):
+        late = sorted(self.watch.ghosts[rank])
+        wire_id = late[pick % len(late)] if late and pick % 3 else "feedfeedfeedfeed-1-0-1"
+        tokens, final = [7], "stop" if pick % 2 else ""
+        self.watch.batch(
+            rank, [(wire_id, tokens, final, 1) if self.counted else (wire_id, tokens, final)], load(2, 2, 0.2)
+        )
         if self.bench.router.ranks.in_flight[rank] == 0:
             assert self.bench.router.ranks.reported_running[rank] == 0
 
-    @rule(pick=picks, reason=st.sampled_from([Reason.CANCELLED, Reason.ABORTED, Reason.SLOW_READER]))
-    def cancel(self, pick, reason):
-        if self.accepted:
-            handles = sorted(self.accepted)
-            request = self.accepted[handles[pick % len(handles)]]
-            from gateway.core.events import RequestCancelled
-
-            self.send(self.bench.send(RequestCancelled(request.handle, reason)))
-
-    @rule(rank=st.integers(0, RANKS - 1), pick=picks)
+    @rule(rank=ranks, pick=picks)
     def send_fails(self, rank, pick):
-        mine = sorted(self.engine[rank])
+        mine = sorted(self.watch.engine[rank])
+        # Only what the rank has not answered yet can still fail to reach it.
+        mine = [wire_id for wire_id in mine if not self.watch.engine[rank][wire_id]]
         if mine:
             wire_id = mine[pick % len(mine)]
-            del self.engine[rank][wire_id]
-            incarnation = self.bench.router.ranks.incarnation[rank]
-            self.send(self.bench.send(SendFailed(rank, incarnation, wire_id, "unreachable")))
+            del self.watch.engine[rank][wire_id]
+            self.watch.unsent(wire_id)
+            self.watch.send(SendFailed(rank, self.bench.router.ranks.incarnation[rank], wire_id, "unreachable"))
 
-    @rule(rank=st.integers(0, RANKS - 1), blocked=st.booleans())
+    @rule(rank=ranks, blocked=st.booleans())
     def block(self, rank, blocked):
         kind = SendBlocked if blocked else SendUnblocked
-        self.send(self.bench.send(kind(rank, self.bench.router.ranks.incarnation[rank])))
+        self.watch.send(kind(rank, self.bench.router.ranks.incarnation[rank]))
 
-    @rule(rank=st.integers(0, RANKS - 1), current=st.booleans())
+    @rule(rank=ranks, current=st.sampled_from([True, False, False]))
     def lose(self, rank, current):
-        incarnation = self.bench.router.ranks.incarnation[rank] - (0 if current else 1)
-        self.send(self.bench.send(RankLost(rank, incarnation, "disconnected")))
         if current:
-            self.engine[rank].clear()
+            self.watch.engine[rank].clear()
+        incarnation = self.bench.router.ranks.incarnation[rank] - (0 if current else 1)
+        self.watch.send(RankLost(rank, incarnation, "disconnected"))
 
-    @rule(rank=st.integers(0, RANKS - 1))
-    def join(self, rank):
-        self.engine[rank].clear()
+    @rule(rank=ranks, replaces=st.sampled_from([False, False, False, True]))
+    def join(self, rank, replaces):
+        if self.bench.router.ranks.state[rank] == "READY" and not replaces:
+            return
+        self.watch.engine[rank].clear()
+        self.watch.ghosts[rank].clear()
         self.bench.now += 0.001
         number = self.bench.router.ranks.incarnation[rank] + 1
-        from gateway.core.events import RankJoined
+        self.watch.send(RankJoined(rank=rank, incarnation=number, info=self.bench.infos[rank]))
 
-        info = make_info(kv_capacity_tokens=300)
-        self.send(self.bench.send(RankJoined(rank=rank, incarnation=number, info=info)))
+    # ---- time ----------------------------------------------------------------------------------
 
-    @rule(step=st.floats(0, 3))
+    @rule(step=st.sampled_from([0.0, 0.004, 0.03, 0.3, 1.0, 3.0]))
     def tick(self, step):
         self.bench.now += step
-        self.send(self.bench.send(Tick()))
+        self.watch.send(Tick())
+
+    @rule()
+    def tick_when_due(self):
+        due_at = self.bench.router.next_due()
+        if due_at is not None:
+            self.bench.now = due_at
+            self.watch.send(Tick())
+
+    @rule(pick=picks)
+    def drain(self, pick):
+        if self.end == "drain" and pick % 4 == 0:
+            self.watch.send(DrainStarted())
 
     @invariant()
-    def outcomes_are_unique_and_empty_ranks_are_clamped(self):
+    def idle_ranks_are_clamped_and_columns_agree(self):
         if not hasattr(self, "bench"):
             return
-        assert all(count == 1 for count in self.outcomes.values())
-        ranks = self.bench.router.ranks
-        assert ranks.open_count == sum(ranks.is_open)
-        assert ranks.over_kv_count == sum(ranks.is_over_kv)
-        assert all(0.0 <= usage <= 1.0 for usage in ranks.kv_usage)
+        table = self.bench.router.ranks
+        assert table.open_count == sum(table.is_open)
+        assert table.over_kv_count == sum(table.is_over_kv)
+        assert all(0.0 <= usage <= 1.0 for usage in table.kv_usage)
         for rank in range(RANKS):
-            assert ranks.kv_floor_tokens <= ranks.free_kv_tokens[rank]
-            assert ranks.foreign[rank] == max(0, ranks.running[rank] + ranks.waiting[rank] - ranks.in_flight[rank])
+            assert table.kv_floor_tokens <= table.free_kv_tokens[rank]
+            assert table.foreign[rank] == max(0, table.running[rank] + table.waiting[rank] - table.in_flight[rank])
+
+    # ---- the end -------------------------------------------------------------------------------
 
     def teardown(self):
-        if not hasattr(self, "bench"):
+        if not hasattr(self, "watch") or self.watch.is_broken:
             return
-        bench = self.bench
-        for rank, mine in enumerate(self.engine):
-            for wire_id in list(mine):
-                self.send(bench.batch(rank, [(wire_id, [], "stop")]))
-        bench.now += 10
-        bench.send(Tick())
+        bench, watch = self.bench, self.watch
+        watch.is_lazy = False
+        if self.end == "abort":
+            dispatched = len(bench.dispatched)
+            watch.send(AbortAll(Reason.DRAINING))
+            assert len(bench.dispatched) == dispatched, "work sent out only to be aborted"
+        elif self.end == "age":
+            bench.now += MAX_AGE_S
+            watch.send(Tick())
+        else:
+            self.finish_everything()
+        watch.flush()
+        bench.now += REUSE_AFTER_S
+        watch.send(Tick())
         bench.assert_quiet()
-        assert set(self.outcomes) == set(self.accepted)
+        assert len(bench.router._registry._tombstones) == 0
+        assert not bench.router.dirty
         assert [rank for rank in range(RANKS) if bench.router.ranks.reported_running[rank]] == []
+
+    def finish_everything(self):
+        """All ranks work and answer: what is live ends, and nothing is stuck in the queue."""
+        bench, watch = self.bench, self.watch
+        for rank in range(RANKS):
+            if bench.router.ranks.state[rank] != "READY":
+                self.join(rank, replaces=False)
+            watch.send(SendUnblocked(rank, bench.router.ranks.incarnation[rank]))
+        if bench.router._dispatcher is not None:
+            bench.router._dispatcher._waits_for = 0
+        for _ in range(4 * watch.offered + 4):
+            bench.now += 0.01
+            watch.send(Tick())
+            for rank in range(RANKS):
+                rows = [self.row(rank, wire_id, 1, "stop") for wire_id in sorted(watch.engine[rank])]
+                watch.batch(rank, rows)
+            if not bench.router.live_count:
+                return
+        raise AssertionError(f"{bench.router.live_count} requests never end")
 
 
 RouterMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestRouterMachine = RouterMachine.TestCase

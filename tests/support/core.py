@@ -8,8 +8,10 @@ import msgspec
 
 from gateway.config.schema import Config
 from gateway.core.effects import AbortOnRank, Dispatch, Effect, RequestAccepted, RequestEnded, RequestRefused
-from gateway.core.events import BatchReceived, Event, RankJoined, RequestArrived, RequestCancelled
+from gateway.core.errors import GatewayError
+from gateway.core.events import BatchReceived, Event, RankJoined, RankLost, RequestArrived, RequestCancelled, Tick
 from gateway.core.request import Request
+from gateway.core.request import Sequence as Generated
 from gateway.core.router import Router
 from gateway.types import EngineBatch, EngineLoad, RankInfo, Sampling
 
@@ -66,6 +68,11 @@ class Bench:
         self.router.check()
         return effects
 
+    def tick(self, seconds: float = 0.0) -> list[Effect]:
+        """Let time pass, then tell the router."""
+        self.now += seconds
+        return self.send(Tick())
+
     def join(self, rank: int, incarnation: int | None = None, info: RankInfo | None = None) -> None:
         number = self.router.ranks.incarnation[rank] + 1 if incarnation is None else incarnation
         self.send(RankJoined(rank=rank, incarnation=number, info=info or make_info()))
@@ -78,12 +85,18 @@ class Bench:
 
     def request(self, *args: Any, **more: Any) -> Request:
         """Submit; fail the test when it is refused."""
-        for effect in self.send(self.arrived(*args, **more)):
-            if isinstance(effect, RequestAccepted):
-                return effect.request
-            if isinstance(effect, RequestRefused):
-                raise effect.error
-        raise AssertionError("neither accepted nor refused")
+        found = self.offer(*args, **more)
+        if isinstance(found, GatewayError):
+            raise found
+        return found
+
+    def offer(self, *args: Any, **more: Any) -> Request | GatewayError:
+        """Submit; what became of it."""
+        first, *_ = self.send(self.arrived(*args, **more))
+        if isinstance(first, RequestAccepted):
+            return first.request
+        assert isinstance(first, RequestRefused), "neither accepted nor refused"
+        return first.error
 
     def batch(self, rank: int, rows: Sequence[tuple[Any, ...]] = (), load: EngineLoad | None = None, **more: Any):
         """Rows are `(wire id, tokens[, finish[, completion tokens]])`."""
@@ -109,6 +122,24 @@ class Bench:
     def cancel(self, request: Request, reason: Any) -> None:
         self.send(RequestCancelled(request.handle, reason))
 
+    def lose(self, rank: int, cause: str = "disconnected") -> None:
+        self.send(RankLost(rank, self.router.ranks.incarnation[rank], cause))
+
+    def flush(self) -> list[tuple[Request, tuple[int, ...] | None]]:
+        """What leaves now, in order: the requests' tokens, and None for their ends."""
+        left: list[tuple[Request, tuple[int, ...] | None]] = []
+        for item in self.router.take_dirty():
+            if isinstance(item, Generated):
+                left.append((item.request, tuple(item.take()[0])))
+            else:
+                left.append((item, None))
+        return left
+
+    @property
+    def sent(self) -> list[int]:
+        """The ranks that were sent something, in order."""
+        return [effect.rank for effect in self.dispatched]
+
     def assert_quiet(self) -> None:
         """The global postcondition, as far as the core can see it."""
         router = self.router
@@ -119,7 +150,21 @@ class Bench:
         for column in (table.in_flight, table.in_flight_prefill, table.in_flight_decode, table.queued_tokens):
             assert column == [0] * table.size
         assert table.ctx_tokens == table.own_tokens == [0] * table.size
+        assert table.pending_us == table.prompt_tokens_in_flight == table.kv_reserved_tokens == [0] * table.size
         assert router.counters.accepted == sum(router.counters.ended.values())
+        assert router.queue_depth == 0
+        if router.batches is not None:
+            assert [router.batches.count(rank) for rank in range(table.size)] == [0] * table.size
+        ordering = router.ordering
+        if ordering is not None:
+            assert (ordering.places, ordering.held_bytes, ordering.domains) == (0, 0, 0)
+        admission, answers = router._admission, router._answers
+        assert (admission.sequences, admission.prompt_tokens, admission.kv_tokens) == (0, 0, 0)
+        tenants = admission.tenants
+        for account in (*tenants.named, *tenants._tracked.values(), tenants._overflow):
+            assert (account.in_flight, account.prompt_tokens, account.kv_tokens, account.queued) == (0, 0, 0, 0)
+        assert not answers._leaders
+        assert not answers._followers
 
 
 def wire_id(request: Request, index: int = 0) -> str:

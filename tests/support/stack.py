@@ -230,7 +230,7 @@ async def assert_quiescent(stack: Stack) -> None:
 def _leftovers(stack: Stack) -> list[str]:
     """One line for everything that is not at rest."""
     router, table, driver = stack.router, stack.table, stack.gateway.driver
-    counters = router.counters
+    counters, admission = router.counters, router._admission
     lines = Counter(entry["outcome"] for entry in stack.logged("request_ended"))
     outcomes = {outcome.replace("OK", "ok"): count for outcome, count in counters.ended.items() if count}
     checks = {
@@ -242,8 +242,16 @@ def _leftovers(stack: Stack) -> list[str]:
         "queued_tokens": any(table.queued_tokens) and table.queued_tokens,
         "ctx_tokens": any(table.ctx_tokens) and table.ctx_tokens,
         "own_tokens": any(table.own_tokens) and table.own_tokens,
-        "unflushed": router.dirty or driver._ended or driver._waiting,
-        "client ids": router._by_client,
+        "pending prefill": any(table.pending_us) and table.pending_us,
+        "reserved KV": any(table.kv_reserved_tokens) and table.kv_reserved_tokens,
+        "group sums": any((*table.group_in_flight, *table.group_prompt_tokens, *table.group_kv_tokens)),
+        "budgets": (admission.sequences or admission.prompt_tokens or admission.kv_tokens) and vars(admission),
+        "tenants": [account.name for account in admission.tenants.active() if account.is_busy],
+        "queued": router.queue_depth,
+        "batches in flight": router.batches and any(map(router.batches.count, range(table.size))),
+        "places": router.ordering and (router.ordering.places or router.ordering.held_bytes),
+        "unflushed": router.dirty or driver._waiting,
+        "client ids": router._registry._by_client,
         "streams": stack.gateway.servers._gateway._many,
         "accepted and ended differ": counters.accepted != sum(counters.ended.values())
         and (counters.accepted, counters.ended),
@@ -261,14 +269,13 @@ def _leftovers(stack: Stack) -> list[str]:
 def _assert_no_outbox(stack: Stack) -> None:
     """Nobody holds a sequence of this gateway.
 
-    Two exceptions: an ended request with a deadline may wait in the deadline heap until it is compacted;
-    and grpcio keeps up to two of the calls that failed or were refused, with all that their tracebacks lead to.
+    One exception: grpcio keeps up to two of the calls that failed or were refused, with all that their tracebacks
+    lead to.
     """
-    waiting = {id(entry[2]) for entry in stack.router._deadlines._heap}
 
     def kept() -> list[Request]:
         found = (item.request for item in gc.get_objects() if type(item) is Sequence)
-        return list({request.handle: request for request in found if id(request) not in waiting}.values())
+        return list({request.handle: request for request in found}.values())
 
     if kept():
         gc.collect()

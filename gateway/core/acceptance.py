@@ -1,0 +1,96 @@
+"""From an acceptable request to an accepted one: the single point at which everything is reserved.
+
+Order: pick a rank where that happens now (mode direct), then charge the budgets, take the place in the order, and
+register. Only the pick can refuse, and it takes back what it charged; so a refusal leaves nothing behind.
+"""
+
+from gateway.config.schema import Config
+from gateway.core.arrivals import Arrivals, Plan
+from gateway.core.dispatcher import NEVER_FITS, Dispatcher
+from gateway.core.errors import Reason
+from gateway.core.events import RequestArrived
+from gateway.core.lifecycle import Phase
+from gateway.core.parts import Parts
+from gateway.core.refusals import no_rank
+from gateway.core.request import Request, Sequence
+
+_QUEUED, _IN_FLIGHT = Phase.QUEUED, Phase.IN_FLIGHT
+
+
+class Acceptance:
+    """Accepts requests and sends them on their way: to a rank or into the queue."""
+
+    def __init__(self, config: Config, parts: Parts, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self._registry = parts.registry
+        self._admission = parts.admission
+        self._answers = parts.answers
+        self._attempts = parts.attempts
+        self._policy = parts.policy
+        self._load = parts.load
+        self._dispatcher = parts.dispatcher
+        self._counters = parts.counters
+        self._may_wait_for_ranks = config.scheduling.queue.no_rank_wait_s > 0
+
+    def accept(self, arrived: RequestArrived, now: float) -> tuple[Request, Plan]:
+        """Accept the request or raise the `GatewayError` that refuses it."""
+        plan = self._arrivals.plan(arrived, now)
+        request = Request(self._registry.new_handle(), arrived, now, plan.prefill_us)
+        if plan.answer is None and not plan.is_shared:
+            self._load.expire(now)
+            if self._dispatcher is None:
+                self.pick_all(request, now)
+            else:
+                self._refuse_the_impossible(arrived, plan.prefill_us, now)
+        if plan.account is not None:
+            self._admission.reserve(request, plan.account)
+        if not self._answers.is_plain:
+            self._answers.accepted(request, plan.cache_key, plan.answer)
+        self._registry.add(request)
+        self._counters.accepted += 1
+        return request, plan
+
+    def pick_all(self, request: Request, now: float) -> None:
+        """Mode direct: a rank for every sequence, or an error and none."""
+        try:
+            for sequence in request.sequences:
+                self._pick(sequence, now)
+        except BaseException:
+            for sequence in request.sequences:
+                if sequence.attempt is not None:
+                    self._attempts.take_back(sequence.attempt, now)
+            raise
+        request.advance(_IN_FLIGHT)
+        self._counters.dispatch_reasons["direct"] += request.arrived.n
+
+    def _pick(self, sequence: Sequence, now: float) -> None:
+        request = sequence.request
+        decision = self._attempts.choose(request.arrived, request.prefill_us, now)
+        if decision.rank is None:
+            self._attempts.record(decision)
+            raise no_rank(decision, request.arrived, self._admission.retry_after_s(request.arrived.n))
+        self._attempts.charge(sequence, decision, now)
+
+    def enqueue(self, request: Request, dispatcher: Dispatcher, now: float) -> None:
+        """Modes queue and batch: queue every sequence."""
+        request.advance(_QUEUED)
+        for sequence in request.sequences:
+            dispatcher.push(sequence, now)
+
+    def _refuse_the_impossible(self, arrived: RequestArrived, prefill_us: int, now: float) -> None:
+        """Modes queue and batch: what no rank can take by waiting is refused at once."""
+        decision = self._policy.refuse(
+            now,
+            prompt_tokens=len(arrived.prompt_token_ids),
+            max_tokens=arrived.sampling.max_tokens,
+            priority=arrived.priority,
+            pinned_rank=arrived.pinned_rank,
+            label=arrived.request_id,
+            prefill_ms=prefill_us / 1e3,
+        )
+        if decision is None:
+            return
+        is_hopeless = decision.refusal in NEVER_FITS or decision.refusal is Reason.PINNED_RANK_UNAVAILABLE
+        if is_hopeless or (decision.refusal is Reason.NO_ELIGIBLE_RANK and not self._may_wait_for_ranks):
+            self._attempts.record(decision)
+            raise no_rank(decision, arrived, self._admission.retry_after_s(arrived.n))

@@ -1,0 +1,119 @@
+"""Everything that a request must pass before it is accepted. Nothing here reserves or changes anything.
+
+The order is cheap first: what costs per prompt token comes after the budgets, so that an overload of requests is
+refused at the price of their headers.
+"""
+
+import msgspec
+
+from gateway.config.schema import Config
+from gateway.core.admission import MAX_RETRY_S, MIN_RETRY_S
+from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RequestArrived
+from gateway.core.parts import Parts
+from gateway.core.refusals import ended_by
+from gateway.core.response_cache import CachedAnswer
+from gateway.core.slo import SloTargets
+from gateway.core.tenants import Account
+from gateway.core.validation import Validator
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How an acceptable request will be served: from `answer`, with a live one (`is_shared`), or by a rank.
+
+    `account` is None for a stored answer, which takes none of the ranks' time.
+    """
+
+    account: Account | None
+    prefill_us: int
+    cache_key: bytes | None
+    answer: CachedAnswer | None = None
+    is_shared: bool = False
+
+
+class Arrivals:
+    """The checks of one gateway."""
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        self._table = parts.ranks
+        self._registry = parts.registry
+        self._admission = parts.admission
+        self._answers = parts.answers
+        self._predictor = parts.predictor
+        self._counters = parts.counters
+        self._dispatcher = parts.dispatcher
+        self._slo = SloTargets(config.slo)
+        self._has_objectives = config.slo.mode != "off"
+        self._validator = Validator(config.model, config.limits, config.groups[0].protocol, parts.ranks.size)
+
+    def validate(self, arrived: RequestArrived) -> None:
+        """Raise the first thing that is wrong with the request itself."""
+        self._validator.check(arrived)
+
+    def plan(self, arrived: RequestArrived, now: float) -> Plan:
+        """Raise the first reason against the request, or say how it will be served."""
+        self._validator.check_shape(arrived)
+        self._registry.check_id(arrived, now)
+        if arrived.deadline_at is not None and arrived.deadline_at <= now:
+            raise ended_by(Reason.DEADLINE_EXCEEDED)
+        key = answer = None
+        if not self._answers.is_plain:
+            key = self._answers.key_of(arrived)
+            answer = self._answers.stored(key, now)
+            self._answers.check_place(arrived, answer, self._admission.retry_after_s(1))
+        if answer is not None:
+            return Plan(None, 0, key, answer)
+        queue = self._dispatcher.queue if self._dispatcher is not None else None
+        account = self._admission.check(
+            arrived,
+            now,
+            queued=queue.size if queue is not None else 0,
+            queued_at_level=queue.depth_of(arrived.priority) if queue is not None else 0,
+        )
+        self._validator.check_tokens(arrived)
+        prefill_us = self._predictor.prefill_us(len(arrived.prompt_token_ids))
+        if key is not None and self._answers.leader_of(key) is not None:
+            return Plan(account, prefill_us, key, is_shared=True)
+        if self._has_objectives:
+            self._check_slo(arrived, prefill_us, now)
+        return Plan(account, prefill_us, key)
+
+    def _check_slo(self, arrived: RequestArrived, prefill_us: int, now: float) -> None:
+        """Refuse (or only count) what is predicted to miss its objective for the first token."""
+        objective_us = self._slo.objective_us(len(arrived.prompt_token_ids), arrived.priority)
+        if objective_us is None:
+            return
+        wait_us = self._least_wait_us(arrived.pinned_rank, now)
+        room_us = objective_us - self._slo.margin_us
+        late_us = wait_us + prefill_us - room_us
+        if late_us <= 0:
+            return
+        if self._slo.mode == "shadow":
+            self._counters.slo_shadow_rejects += 1
+            return
+        self._counters.slo_rejects += 1
+        # Without anything ahead of it, would it be in time? Only then can a retry help.
+        is_transient = prefill_us <= room_us
+        raise GatewayError(
+            Reason.SLO_UNATTAINABLE,
+            f"the first token is predicted after {(wait_us + prefill_us) / 1e3:.1f} ms, the objective is"
+            f" {objective_us / 1e3:g} ms" + ("; retry later" if is_transient else " and the prompt alone misses it"),
+            retryable=is_transient,
+            retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, late_us / 1e6)) if is_transient else None,
+            predicted_ms=round((wait_us + prefill_us) / 1e3, 3),
+            objective_ms=objective_us / 1e3,
+            wait_ms=round(wait_us / 1e3, 3),
+        )
+
+    def _least_wait_us(self, pinned_rank: int | None, now: float) -> int:
+        """Predicted prefill ahead of a newcomer: the least of any open rank it may go to, and a rank's share of the queue."""
+        table = self._table
+        waits = [
+            table.unstarted_us(rank, now)
+            for rank, is_open in enumerate(table.is_open)
+            if is_open and pinned_rank in (None, rank)
+        ]
+        if not waits:
+            return 0  # why nobody can take it is for the filters to say
+        backlog_us = self._dispatcher.backlog_us if self._dispatcher is not None else 0
+        return min(waits) + backlog_us // table.open_count

@@ -1,0 +1,154 @@
+"""Picks, charges and releases: the only user of the ledger and of the decision ring.
+
+An attempt is charged in the step that picks its rank and released exactly once, on evidence that stays with it.
+"""
+
+from msgspec import structs
+
+from gateway.config.schema import Config
+from gateway.core.batches_in_flight import BatchesInFlight
+from gateway.core.counters import Counters
+from gateway.core.decisions import Decision, DecisionRing
+from gateway.core.effects import Dispatch, Effect
+from gateway.core.events import RequestArrived
+from gateway.core.ledger import Ledger
+from gateway.core.lifecycle import Evidence
+from gateway.core.load import LoadBook
+from gateway.core.policy import Policy
+from gateway.core.predictor import Predictor
+from gateway.core.ranks import RankTable
+from gateway.core.request import Attempt, Request, Sequence
+from gateway.types import EngineRequest, Sampling
+
+
+class Attempts:
+    """From a decision to its charge, and from an end to its release."""
+
+    def __init__(
+        self,
+        config: Config,
+        nonce: str,
+        table: RankTable,
+        policy: Policy,
+        predictor: Predictor,
+        load: LoadBook,
+        batches: BatchesInFlight | None,
+        counters: Counters,
+    ) -> None:
+        self.ledger = Ledger(table, counters)
+        self.decisions = DecisionRing(config.observability.decision_ring)
+        self._nonce = nonce
+        self._eos_token_ids = config.model.eos_token_ids
+        self._table = table
+        self._policy = policy
+        self._predictor = predictor
+        self._load = load
+        self._batches = batches
+        self._counters = counters
+        self._leaves_at_start = config.scheduling.batch.release_at == "first_token"
+
+    def choose(self, arrived: RequestArrived, prefill_us: int, now: float) -> Decision:
+        """Decide at once; nothing is recorded or charged."""
+        decision = self._policy.decide(
+            now,
+            prompt_tokens=len(arrived.prompt_token_ids),
+            max_tokens=arrived.sampling.max_tokens,
+            priority=arrived.priority,
+            pinned_rank=arrived.pinned_rank,
+            label=arrived.request_id,
+            prefill_ms=prefill_us / 1e3,
+        )
+        if self._predictor.has_model:
+            decision.predicted_ms = prefill_us / 1e3
+        return decision
+
+    def record(self, decision: Decision) -> None:
+        """Give the decision its number and count it."""
+        self.decisions.add(decision)
+        counters = self._counters
+        if decision.rank is not None:
+            counters.decisions[decision.rank] += 1
+        for name in decision.relaxed:
+            counters.relaxed_filters[name] += 1
+        if self._policy.may_fault:
+            counters.non_finite_costs = self._policy.non_finite_costs
+            counters.all_non_finite = self._policy.all_non_finite
+
+    def charge(self, sequence: Sequence, decision: Decision, now: float) -> Attempt:
+        """Charge the decision's rank with the sequence's next attempt, and record the decision."""
+        self.record(decision)
+        rank = decision.rank
+        assert rank is not None
+        request = sequence.request
+        if request.decision_id is None:
+            request.decision_id = decision.id
+        sequence.attempts += 1
+        wire_id = f"{self._nonce}-{request.handle:x}-{sequence.index}-{sequence.attempts}"
+        attempt = Attempt(sequence, wire_id, sequence.attempts, rank, self._table.incarnation[rank], now)
+        attempt.decision = decision
+        sequence.attempt = attempt
+        request.last_rank = rank
+        self.ledger.charge(attempt, now)
+        return attempt
+
+    def dispatch(self, attempt: Attempt, effects: list[Effect]) -> None:
+        """Send it."""
+        arrived = attempt.sequence.request.arrived
+        request = EngineRequest(
+            wire_id=attempt.wire_id,
+            prompt_token_ids=arrived.prompt_token_ids,
+            sampling=_sampling_of(attempt.sequence, arrived.sampling),
+            eos_token_ids=self._eos_token_ids,
+            priority=arrived.priority,
+            arrived_at_unix_s=arrived.arrived_at_unix_s,
+        )
+        effects.append(Dispatch(attempt.rank, attempt.incarnation, request))
+
+    def dispatch_all(self, request: Request, effects: list[Effect]) -> None:
+        """Send every sequence of a request that is charged."""
+        for sequence in request.sequences:
+            if sequence.attempt is not None:
+                self.dispatch(sequence.attempt, effects)
+
+    def started(self, attempt: Attempt) -> None:
+        """Its first token is here: what its prefill took is known."""
+        actual_us = attempt.actual_prefill_us
+        if actual_us is not None and self._predictor.has_model:
+            self._predictor.observe_prefill(attempt.prompt_tokens, attempt.cached_tokens, actual_us)
+            if attempt.decision is not None:
+                attempt.decision.actual_ms = actual_us / 1e3
+        if self._leaves_at_start and self._batches is not None:
+            self._batches.leave(attempt)
+
+    def release(self, attempt: Attempt, evidence: Evidence, now: float) -> None:
+        """Give back the charge of an attempt that the rank has seen."""
+        self._note(attempt, evidence)
+        if self.ledger.release(attempt, now):
+            self._load.clamp(attempt.rank)
+
+    def take_back(self, attempt: Attempt, now: float) -> None:
+        """Release an attempt that never left the gateway: the rank's report is not a stale one of ours."""
+        self._note(attempt, Evidence.UNSENT)
+        if self.ledger.take_back(attempt, now):
+            self._load.unsent(attempt.rank)
+
+    def check(self, held: list[Attempt]) -> None:
+        """Assert that exactly the attempts that requests hold are charged; for tests."""
+        self.ledger.check()
+        assert set(map(id, self.ledger.live.values())) == set(map(id, held))
+        assert self._counters.double_releases == 0
+        if self._batches is not None:
+            self._batches.check()
+
+    def _note(self, attempt: Attempt, evidence: Evidence) -> None:
+        attempt.evidence = (evidence, attempt.incarnation, self._counters.batches[attempt.rank])
+        self._counters.releases[evidence] += 1
+        if self._batches is not None:
+            self._batches.leave(attempt)
+
+
+def _sampling_of(sequence: Sequence, sampling: Sampling) -> Sampling:
+    """Continuations of one seeded request must differ: the i-th gets seed + i, as vLLM's own front end does."""
+    if sampling.seed is None or sequence.index == 0:
+        return sampling
+    return structs.replace(sampling, seed=(sampling.seed + sequence.index + 2**63) % 2**64 - 2**63)

@@ -1,0 +1,102 @@
+"""How requests end: once each, whatever ended them, and with everything given back.
+
+`settle` when the outcome is known; the answer then leaves at once, or when its turn in the preserved order has come.
+"""
+
+from gateway.core.acceptance import Acceptance
+from gateway.core.effects import AbortOnRank, Effect, RequestEnded
+from gateway.core.errors import GatewayError, Reason
+from gateway.core.lifecycle import Evidence, Phase
+from gateway.core.parts import Parts
+from gateway.core.refusals import ended_by
+from gateway.core.request import Request
+
+_SETTLED, _ENDED = Phase.SETTLED, Phase.ENDED
+_DROPPED = (Reason.CANCELLED, Reason.ABORTED, Reason.INTERNAL)
+"""Ends after which nobody waits for the output any more."""
+
+
+class Endings:
+    """The one way out of the gateway."""
+
+    def __init__(self, parts: Parts, acceptance: Acceptance) -> None:
+        self._acceptance = acceptance
+        self._registry = parts.registry
+        self._admission = parts.admission
+        self._answers = parts.answers
+        self._attempts = parts.attempts
+        self._load = parts.load
+        self._dispatcher = parts.dispatcher
+        self._counters = parts.counters
+
+    def settle(
+        self, request: Request, error: GatewayError | None, evidence: Evidence, now: float, effects: list[Effect]
+    ) -> None:
+        """The outcome is known. Whatever is still charged is released and aborted at its rank."""
+        if request.phase >= _SETTLED:
+            self._counters.double_ends += 1
+            return
+        request.advance(_SETTLED)
+        request.error = error
+        for sequence in request.sequences:
+            if sequence.entry is not None and self._dispatcher is not None:
+                self._dispatcher.forget(sequence)
+            attempt = sequence.attempt
+            if attempt is not None and not attempt.released:
+                self._attempts.release(attempt, evidence, now)
+                self._load.aborted(attempt.rank, now)
+                effects.append(AbortOnRank(attempt.rank, attempt.incarnation, (attempt.wire_id,)))
+        if request.account is not None:
+            self._admission.give_back(request, request.unfinished, now)
+        followers: list[Request] = []
+        if request.cache_key is not None:
+            self._answers.store(request, now)
+            followers = self._answers.followers(request)
+        self._leave(request, now, effects, is_dropped=error is not None and error.reason in _DROPPED)
+        for follower in followers:
+            self._follow_up(follower, request, now, effects)
+
+    def cut_short(self, request: Request, reason: Reason, now: float, effects: list[Effect]) -> None:
+        """The caller, or the gateway itself, wants no more of it."""
+        if not request.is_settled:
+            evidence = Evidence.CALLER if reason in _DROPPED else Evidence.GATEWAY
+            self.settle(request, ended_by(reason), evidence, now, effects)
+        elif not request.is_ended:
+            # Its answer waits for its turn, and now nobody waits for the answer.
+            request.error = ended_by(reason)
+            self._leave(request, now, effects, is_dropped=True)
+
+    def expire(self, request: Request, reason: Reason, now: float, effects: list[Effect]) -> None:
+        """Its time is over. An answer that is complete and waits for its turn stays one."""
+        if not request.is_settled:
+            self._counters.deadlines_expired += 1
+            self.settle(request, ended_by(reason), Evidence.DEADLINE, now, effects)
+
+    def _leave(self, request: Request, now: float, effects: list[Effect], *, is_dropped: bool) -> None:
+        """The answer leaves, and with it those that only waited for it to."""
+        for ended in self._answers.settled(request, is_dropped=is_dropped):
+            ended.advance(_ENDED)
+            ended.ended_at = now
+            self._registry.remove(ended, now)
+            outcome = "OK" if ended.error is None else ended.error.reason.value
+            self._counters.ended[outcome] = self._counters.ended.get(outcome, 0) + 1
+            effects.append(RequestEnded(ended))
+
+    def _follow_up(self, follower: Request, leader: Request, now: float, effects: list[Effect]) -> None:
+        """Give a follower its leader's answer, or a way of its own."""
+        if self._answers.answer_as(follower, leader):
+            follower.first_token_at = now
+            self.settle(follower, None, Evidence.GATEWAY, now, effects)
+            return
+        if self._answers.follow(follower):
+            return
+        self._answers.lead(follower)
+        if self._dispatcher is not None:
+            self._acceptance.enqueue(follower, self._dispatcher, now)
+            return
+        try:
+            self._acceptance.pick_all(follower, now)
+        except GatewayError as error:
+            self.settle(follower, error, Evidence.UNSENT, now, effects)
+            return
+        self._attempts.dispatch_all(follower, effects)

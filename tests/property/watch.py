@@ -1,0 +1,267 @@
+"""What must hold after every step, whatever the settings: found from outside as far as that is possible."""
+
+from gateway.core.effects import AbortOnRank, Dispatch, RequestAccepted, RequestEnded, RequestRefused
+from gateway.core.errors import Reason
+from gateway.core.events import Event, RequestArrived, RequestCancelled, Tick
+from gateway.core.lifecycle import Evidence
+from gateway.core.ranks import RankState
+from gateway.core.registry import MAX_TOMBSTONES
+from gateway.core.request import Attempt, Request
+from tests.property.capacity import Capacity
+from tests.support.core import NONCE, Bench
+
+_DROPPED = (Reason.CANCELLED, Reason.ABORTED, Reason.INTERNAL)
+_MEANS_ABORT = (Evidence.CALLER, Evidence.DEADLINE, Evidence.GATEWAY)
+
+
+class Watch:
+    """A bench with a model of its ranks (`engine`: wire ids and tokens sent so far) and of its clients.
+
+    The ranks number the tokens of each attempt 0, 1, 2 ..., so that a client can see what was lost, doubled or mixed up.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.router = bench.router
+        self.capacity = Capacity(bench)
+        size = self.router.ranks.size
+        self.engine: list[dict[str, int]] = [{} for _ in range(size)]
+        self.ghosts: list[dict[str, int]] = [{} for _ in range(size)]
+        self.accepted: dict[int, Request] = {}
+        self.offered = 0
+        self.is_lazy = False
+        self.is_broken = False
+        """A step failed: what follows would only hide why."""
+        self.no_rank_since: float | None = None
+        self._refused = 0
+        self._given_up: set[int] = set()
+        self._ended: set[int] = set()
+        self._attempts: dict[str, Attempt] = {}
+        self._dispatched: set[str] = set()
+        self._aborted: set[str] = set()
+        self._finals: set[str] = set()
+        self._unsent: set[str] = set()
+        self._out: set[int] = set()
+        self._got: dict[tuple[int, int], int] = {}
+        self._lines: dict[str, list[int]] = {}
+        self._answers: dict[tuple[object, ...], set[tuple[int, ...]]] = {}
+        self._watch_charges()
+
+    def _watch_charges(self) -> None:
+        attempts = self.router._attempts
+        charge = attempts.charge
+
+        def watched(sequence, decision, now):
+            self.capacity.check_choice(sequence, decision)
+            attempt = charge(sequence, decision, now)
+            self._attempts[attempt.wire_id] = attempt
+            return attempt
+
+        attempts.charge = watched
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    def send(self, event: Event) -> None:
+        """Let the router have an event, do what it wants done, and check."""
+        self.offered += isinstance(event, RequestArrived)
+        if isinstance(event, RequestCancelled):
+            self._note_given_up(event)
+        self.is_broken, was_broken = True, self.is_broken
+        live = self.router.live_count
+        self._follow(self.bench.send(event))
+        if isinstance(event, Tick):
+            assert len(self.router._registry._deadlines) <= 2 * live + 64, "deadlines of the dead are remembered"
+            self._check_nothing_waits_too_long()
+        self.is_broken = was_broken
+
+    def batch(self, rank: int, rows: list, load=None, **more) -> None:
+        """A batch of the rank; `rows` as the bench takes them."""
+        self._finals.update(row[0] for row in rows if row[2])
+        self.is_broken, was_broken = True, self.is_broken
+        self._follow(self.bench.batch(rank, rows, load, **more))
+        self.is_broken = was_broken
+
+    def _note_given_up(self, event: RequestCancelled) -> None:
+        request = self.accepted[event.handle]
+        if not request.is_ended and (request.is_settled or event.reason in _DROPPED):
+            self._given_up.add(event.handle)
+
+    def unsent(self, wire_id: str) -> None:
+        """The link could not send it."""
+        self._unsent.add(wire_id)
+
+    def _follow(self, effects: list) -> None:
+        for effect in effects:
+            if isinstance(effect, Dispatch):
+                self._on_dispatch(effect)
+            elif isinstance(effect, AbortOnRank):
+                self._aborted.update(effect.wire_ids)
+                for wire_id in effect.wire_ids:
+                    tokens = self.engine[effect.rank].pop(wire_id, None)
+                    if tokens is not None:
+                        self.ghosts[effect.rank][wire_id] = tokens
+            elif isinstance(effect, RequestAccepted):
+                request = effect.request
+                self.accepted[request.handle] = request
+                domain = self._domain(request.arrived)
+                if domain is not None:
+                    self._lines.setdefault(domain, []).append(request.handle)
+            elif isinstance(effect, RequestRefused):
+                self._refused += 1
+                assert effects[0] is effect, "the one who asked looks at the first effect"
+            elif isinstance(effect, RequestEnded):
+                self._on_ended(effect.request)
+        self._check()
+
+    def _on_dispatch(self, effect: Dispatch) -> None:
+        wire_id, ranks = effect.request.wire_id, self.router.ranks
+        assert wire_id.startswith(NONCE)
+        handle = int(wire_id.split("-")[1], 16)
+        assert handle not in self._ended, "sent after its end"
+        assert ranks.state[effect.rank] is RankState.READY
+        assert ranks.incarnation[effect.rank] == effect.incarnation
+        assert wire_id not in self._dispatched
+        self._dispatched.add(wire_id)
+        self.engine[effect.rank][wire_id] = 0
+
+    def _on_ended(self, request: Request) -> None:
+        assert request.handle in self.accepted
+        assert request.handle not in self._ended, "ended twice"
+        self._ended.add(request.handle)
+        lengths = tuple(sequence.completion_tokens for sequence in request.sequences)
+        arrived = request.arrived
+        key = (tuple(arrived.prompt_token_ids), arrived.n, arrived.tenant)
+        if request.is_cached and request.error is None:
+            assert lengths in self._answers.get(key, ()), "an answer that no rank gave"
+        elif request.error is None:
+            self._answers.setdefault(key, set()).add(lengths)
+
+    # ---- what clients get ----------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """The driver's turn: pass on what is to leave, and look at it as the clients do."""
+        for request, tokens in self.bench.flush():
+            handle = request.handle
+            assert handle not in self._out, "something after the end"
+            line = self._lines.get(self._domain(request.arrived) or "", [])
+            is_dropped = handle in self._given_up
+            if self._domain(request.arrived) is not None and not (tokens is None and is_dropped):
+                assert line[0] == handle, "out of order"
+            if tokens is None:
+                self._out.add(handle)
+                assert handle in self._ended
+                assert is_dropped or all(not sequence.backlog_bytes for sequence in request.sequences)
+                if handle in line:
+                    line.remove(handle)
+            elif tokens:
+                self._take(request, tokens)
+        self._check_nothing_is_kept()
+
+    def _take(self, request: Request, tokens: tuple[int, ...]) -> None:
+        for sequence in request.sequences:
+            key = (request.handle, sequence.index)
+            start = self._got.get(key, 0)
+            if start + len(tokens) == sequence.completion_tokens and tokens[0] == start:
+                assert tokens == tuple(range(start, start + len(tokens))), "tokens lost or mixed up"
+                self._got[key] = start + len(tokens)
+                return
+        raise AssertionError("tokens that no sequence of the request has generated")
+
+    def _check_nothing_is_kept(self) -> None:
+        """Whoever's turn it is has got everything, and every end has left."""
+        assert self._out == self._ended
+        for request in self.router._registry:
+            domain = self._domain(request.arrived)
+            if domain is None or self._lines[domain][0] == request.handle:
+                assert not any(sequence.backlog_bytes for sequence in request.sequences)
+                assert not request.is_settled
+
+    def _domain(self, arrived: RequestArrived) -> str | None:
+        if self.router.ordering is None:
+            return None
+        domains = {
+            "gateway": "",
+            "tenant": arrived.tenant,
+            "session": arrived.session_id or None,
+            "stream": arrived.client_key,
+        }
+        return domains[self.bench.config.preserve.domain]
+
+    # ---- what holds after every step -------------------------------------------------------------
+
+    def _check(self) -> None:
+        router, counters, config = self.router, self.router.counters, self.bench.config
+        assert counters.accepted + sum(counters.refused.values()) == self.offered
+        assert sum(counters.refused.values()) == self._refused
+        assert len(self._ended) == sum(counters.ended.values()) == counters.accepted - router.live_count
+        if RankState.READY in router.ranks.state:
+            self.no_rank_since = None
+        elif self.no_rank_since is None:
+            self.no_rank_since = self.bench.now
+        self._check_evidence()
+        self._check_bounds(config)
+        self.capacity.check_gates()
+        self.capacity.check_work()
+        due_at = router.next_due()
+        assert due_at is None or due_at > self.bench.now, "a moment that has passed is no moment to wait for"
+        if not self.is_lazy:
+            self.flush()
+
+    def _check_evidence(self) -> None:
+        """Every release cites what it rests on, and that did happen."""
+        ranks = self.router.ranks
+        for wire_id, attempt in list(self._attempts.items()):
+            if not attempt.released:
+                continue
+            del self._attempts[wire_id]
+            assert attempt.evidence is not None
+            kind, incarnation, batches = attempt.evidence
+            assert incarnation == attempt.incarnation
+            assert 0 <= batches <= self.router.counters.batches[attempt.rank]
+            was_sent = wire_id in self._dispatched and wire_id not in self._unsent
+            is_gone = ranks.incarnation[attempt.rank] != incarnation or ranks.state[attempt.rank] is RankState.LOST
+            assert (kind is Evidence.UNSENT) is not was_sent
+            assert (kind in _MEANS_ABORT) is (was_sent and wire_id in self._aborted)
+            assert kind is not Evidence.ENGINE or wire_id in self._finals
+            assert kind is not Evidence.RANK_LOST or is_gone
+
+    def _check_bounds(self, config) -> None:
+        router, admission = self.router, self.router._admission
+        limits = config.admission
+        assert admission.sequences <= limits.max_in_flight
+        assert admission.prompt_tokens <= (limits.max_prompt_tokens or 10**9)
+        assert admission.kv_tokens <= (limits.max_kv_tokens or 10**9)
+        assert len(admission.tenants._tracked) <= limits.tenants.max_tracked
+        assert admission.tenants._lasting["a"].in_flight <= 6
+        registry, answers = router._registry, router._answers
+        assert len(registry._tombstones) <= min(MAX_TOMBSTONES, len(self._ended))
+        following = [request for line in answers._followers.values() for request in line]
+        assert all(registry.get(request.handle) is request for request in following), "those that left are remembered"
+        if config.scheduling.mode == "batch":
+            assert max(router.counters.batch_sizes, default=0) <= config.scheduling.batch.max_requests
+
+    def _check_nothing_waits_too_long(self) -> None:
+        """After a tick: nothing is left whose deadline, age, time in the queue or wait for any rank is over."""
+        now, limits = self.bench.now, self.bench.config.limits
+        queue = self.bench.config.scheduling.queue
+        levels = {level.priority: level for level in queue.levels}
+        for request in self.router._registry:
+            if request.is_settled:
+                continue
+            arrived = request.arrived
+            assert arrived.deadline_at is None or arrived.deadline_at > now
+            assert request.accepted_at + limits.max_request_age_s > now
+            level = levels.get(arrived.priority)
+            timeouts = [level.timeout_s if level else None, queue.timeout_s]
+            wait_s = next((s for s in timeouts if s is not None), None)
+            if wait_s is not None and arrived.queue_timeout_s is not None:
+                wait_s = min(wait_s, arrived.queue_timeout_s)
+            action = (level.timeout_action if level else None) or queue.timeout_action
+            for sequence in request.sequences:
+                entry = sequence.entry
+                if entry is None:
+                    continue
+                assert wait_s is None or action == "delay" or entry.enqueued_at + wait_s > now
+                since = self.no_rank_since
+                if since is not None:
+                    assert now - max(since, entry.enqueued_at) < queue.no_rank_wait_s
