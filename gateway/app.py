@@ -14,8 +14,9 @@ from typing import Any
 import structlog
 
 from gateway import __version__
+from gateway.config.effective import cautions
 from gateway.config.schema import Config
-from gateway.core.effects import RankStateChanged
+from gateway.core.effects import AuditFound, RankStateChanged
 from gateway.core.errors import Reason
 from gateway.core.events import AbortAll, BatchReceived, DrainStarted, Event
 from gateway.core.ranks import RankState
@@ -27,6 +28,7 @@ from gateway.edges.engine_link.link import EngineLink
 from gateway.edges.grpc_engine import engine_service
 from gateway.edges.grpc_server import GrpcServers, ListenError
 from gateway.edges.metrics import Metrics
+from gateway.edges.security import Security
 from gateway.edges.state_store import StateStore
 
 EXIT_OK = 0
@@ -46,19 +48,25 @@ class Gateway:
         self.log = structlog.get_logger("gateway")
         self.router = Router(config, nonce=secrets.token_hex(8), rng=_rng(config))
         self.driver = Driver(
-            self.router, on_ended=self._on_ended, on_rank_change=self._on_rank_change, on_defect=self._on_defect
+            self.router,
+            on_ended=self._on_ended,
+            on_rank_change=self._on_rank_change,
+            on_audit=self._on_audit,
+            on_defect=self._on_defect,
         )
         store = StateStore(config.state_dir) if config.state_dir is not None else None
         self.link = EngineLink(config, emit=self._on_engine_event, log=self.log, store=store)
         self.driver.link = self.link
-        self.metrics = Metrics(config, self.router, self.link.counters)
-        self.servers = GrpcServers(config, self.driver, [engine_service(config, self.driver)])
+        self.security = Security(config.listen)
+        self.metrics = Metrics(config, self.router, self.link.counters, security=self.security)
+        self.servers = GrpcServers(config, self.driver, [engine_service(config, self.driver)], self.security)
         self.is_ready = False
         self._ticks: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Bind everything. Raises OSError (metrics, engine sockets) or ListenError; nothing stays bound then."""
+        """Bind everything. Raises OSError (credentials, metrics, engine sockets) or ListenError; nothing stays bound then."""
         try:
+            await self.security.start()
             self._start_metrics()
             await self.link.start()
             await self.servers.start()
@@ -76,7 +84,11 @@ class Gateway:
             handshakes=self.link.handshake_addresses,
             ranks=self.router.ranks.size,
             policy=self.config.policy.preset or "custom",
+            mode=self.config.scheduling.mode,
+            ordering=self.config.ordering,
         )
+        for remark in cautions(self.config):
+            self.log.warning("config_remark", remark=remark)
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Readiness off, wait, refuse new requests, let the live ones end. `hurry` cuts every wait short."""
@@ -134,6 +146,7 @@ class Gateway:
         await self.servers.stop(_FLUSH_GRACE_S)
         await self.link.close()
         self.metrics.stop()
+        await self.security.stop()
 
     def _on_engine_event(self, event: Event) -> None:
         if isinstance(event, BatchReceived):
@@ -156,6 +169,16 @@ class Gateway:
             cause=change.cause,
         )
         self._check_ready()
+
+    def _on_audit(self, found: AuditFound) -> None:
+        self.log.error(
+            "audit",
+            kind=found.kind,
+            rank=found.rank,
+            incarnation=found.incarnation,
+            batches=found.batches,
+            subject=found.subject,
+        )
 
     def _on_defect(self, where: str, error: Exception) -> None:
         self.log.error("defect", where=where, exc_info=error)

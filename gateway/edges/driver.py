@@ -1,7 +1,8 @@
-"""The only caller of `Router.handle`: runs effects and flushes outboxes once per loop turn.
+"""The only caller of `Router.handle`: runs effects and passes output on once per loop turn.
 
 Everything here is synchronous and runs on one event loop, so nothing can come between the core's
-check and its charge. Tokens that arrive in one loop turn leave in one message per sequence.
+check and its charge. Tokens that arrive in one loop turn leave in one message per sequence. Output and
+ends leave in the order in which the core lists them, which is the preserved order where there is one.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from gateway.core.effects import (
     AbortOnRank,
+    AuditFound,
     Dispatch,
     Effect,
     RankStateChanged,
@@ -26,6 +28,9 @@ from gateway.core.router import Router
 from gateway.types import EngineRequest
 
 TICK_INTERVAL_S = 0.05
+_TICK = Tick()
+# Event loops count in milliseconds: a shorter timer could fire before its time, again and again.
+_MIN_TIMER_S = 0.001
 
 
 class Sink(Protocol):
@@ -36,7 +41,7 @@ class Sink(Protocol):
         ...
 
     def end(self, request: Request) -> None:
-        """The request reached its one terminal outcome; its last `flush` has happened."""
+        """The request reached its one terminal outcome; its last `flush` has happened. Must not block."""
         ...
 
 
@@ -62,6 +67,7 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
         on_ended: Callable[[Request], None] = lambda _: None,
         on_rank_change: Callable[[RankStateChanged], None] = lambda _: None,
+        on_audit: Callable[[AuditFound], None] = lambda _: None,
         on_defect: Callable[[str, Exception], None] = lambda *_: None,
     ) -> None:
         self.router = router
@@ -72,9 +78,11 @@ class Driver:
         self.is_stopping = False
         self._on_ended = on_ended
         self._on_rank_change = on_rank_change
+        self._on_audit = on_audit
         self._on_defect = on_defect
-        self._flush_scheduled = False
-        self._ended: list[Request] = []
+        self._is_flush_scheduled = False
+        self._early_tick: asyncio.TimerHandle | None = None
+        self._early_tick_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_running = False
         self._waiting: deque[Event] = deque()
@@ -88,44 +96,59 @@ class Driver:
         if self._is_running:
             self._waiting.append(event)
             return
-        self._run_all(self.router.handle(event, self.clock()))
+        now = self.clock()
+        self._run_all(self.router.handle(event, now), now)
 
     def submit(self, arrived: RequestArrived) -> Request:
-        """Admit a request. Raises `GatewayError` when it is refused; nothing is held then."""
+        """Admit a request. Raises `GatewayError` when it is refused; nothing is held then.
+
+        A sink may submit from within `flush` and `end`: what comes of it leaves in a later loop turn.
+        """
         if self._is_running:
             raise GatewayError(Reason.INTERNAL, "a request was submitted from within an effect")
-        effects = self.router.handle(arrived, self.clock())
+        now = self.clock()
+        effects = self.router.handle(arrived, now)
         first = effects[0]
+        # A refusal too can come with effects for others: any event may let queued requests go.
+        self._run_all(effects[1:], now)
         if isinstance(first, RequestRefused):
             raise first.error
         assert isinstance(first, RequestAccepted)
-        self._run_all(effects[1:])
         return first.request
 
     def cancel(self, request: Request, reason: Reason) -> None:
-        """End a live request early; a request that has ended is left alone."""
+        """End a request early, also one whose answer only waits for its turn; an ended one is left alone."""
         if not request.is_ended:
             self.emit(RequestCancelled(request.handle, reason))
 
     async def run_ticks(self) -> None:
         """Give the core the time at a fixed interval until cancelled."""
-        tick = Tick()
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
-            try:
-                self.emit(tick)
-            except Exception as error:  # noqa: BLE001 - without ticks no deadline would ever pass again
-                self._on_defect("tick", error)
+            self._tick()
 
-    def _run_all(self, effects: list[Effect]) -> None:
+    def _tick(self) -> None:
+        try:
+            self.emit(_TICK)
+        except Exception as error:  # noqa: BLE001 - without ticks no deadline would ever pass again
+            self._on_defect("tick", error)
+
+    def _run_all(self, effects: list[Effect], now: float) -> None:
         self._is_running = True
         try:
             self._run_each(effects)
             while self._waiting:
-                self._run_each(self.router.handle(self._waiting.popleft(), self.clock()))
+                now = self.clock()
+                self._run_each(self.router.handle(self._waiting.popleft(), now))
         finally:
             self._is_running = False
-        self._schedule_flush()
+        if self.router.dirty and not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
+            self._running_loop().call_soon(self._flush)
+        due_at = self.router.next_due()
+        # What is due by now has just had its chance.
+        if due_at is not None and due_at > now:
+            self._schedule_tick(due_at, now)
 
     def _run_each(self, effects: list[Effect]) -> None:
         """One effect's defect must not swallow the others: each may belong to another request."""
@@ -143,33 +166,49 @@ class Driver:
             case AbortOnRank(rank, incarnation, wire_ids):
                 assert self.link is not None
                 self.link.abort(rank, incarnation, list(wire_ids))
-            case RequestEnded(request):
-                self._ended.append(request)
+            case RequestEnded():
+                pass  # the core has listed the request among its output, where its end belongs
             case RankStateChanged():
                 self._on_rank_change(effect)
+            case AuditFound():
+                self._on_audit(effect)
             case RequestAccepted() | RequestRefused():
                 raise AssertionError("admission effects belong to submit()")
 
-    def _schedule_flush(self) -> None:
-        if self._flush_scheduled or not (self.router.dirty or self._ended):
-            return
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-        self._flush_scheduled = True
-        self._loop.call_soon(self._flush)
+        return self._loop
+
+    def _schedule_tick(self, due_at: float, now: float) -> None:
+        """Tick at a moment that the core named: a batch's window can end long before the next regular tick."""
+        if self._early_tick is not None:
+            if self._early_tick_at <= due_at:
+                return  # the core names the next moment then
+            self._early_tick.cancel()
+        self._early_tick_at = due_at
+        self._early_tick = self._running_loop().call_later(max(due_at - now, _MIN_TIMER_S), self._tick_early)
+
+    def _tick_early(self) -> None:
+        self._early_tick = None
+        self._tick()
 
     def _flush(self) -> None:
-        self._flush_scheduled = False
-        for sequence in self.router.take_dirty():
-            try:
-                sequence.request.sink.flush(sequence)
-            except Exception as error:  # noqa: BLE001 - one broken sink must not silence the others
-                self._on_defect("flush", error)
-                self.cancel(sequence.request, Reason.INTERNAL)
-        ended, self._ended = self._ended, []
-        for request in ended:
-            for tell in (self._on_ended, request.sink.end):
+        # A list of its own: what a sink makes dirty from here on belongs to the next turn.
+        self._is_flush_scheduled = False
+        for item in self.router.take_dirty():
+            if isinstance(item, Sequence):
                 try:
-                    tell(request)
-                except Exception as error:  # noqa: BLE001 - as above; the handler must still learn of the end
-                    self._on_defect("end", error)
+                    item.request.sink.flush(item)
+                except Exception as error:  # noqa: BLE001 - one broken sink must not silence the others
+                    self._on_defect("flush", error)
+                    self.cancel(item.request, Reason.INTERNAL)
+            else:
+                self._tell_end(item)
+
+    def _tell_end(self, request: Request) -> None:
+        for tell in (self._on_ended, request.sink.end):
+            try:
+                tell(request)
+            except Exception as error:  # noqa: BLE001 - as above; the handler must still learn of the end
+                self._on_defect("end", error)

@@ -1,4 +1,4 @@
-"""`gateway.v1.AdminService`: the configuration in force, and why requests went where they went."""
+"""`gateway.v1.AdminService`: the configuration in force, why requests went where they went, the response cache."""
 
 import asyncio
 import hashlib
@@ -40,6 +40,7 @@ class AdminService:
                 unary("Explain", admin_pb2.ExplainRequest, self.explain),
                 unary("GetDecision", admin_pb2.GetDecisionRequest, self.get_decision),
                 unary("ListDecisions", admin_pb2.ListDecisionsRequest, self.list_decisions),
+                unary("FlushResponseCache", admin_pb2.FlushResponseCacheRequest, self.flush_response_cache),
             ),
         )
 
@@ -94,6 +95,15 @@ class AdminService:
             # Rendering is slow next to the data path, which must have its turn between two records.
             await asyncio.sleep(0)
         return response
+
+    async def flush_response_cache(
+        self, _: admin_pb2.FlushResponseCacheRequest, __: RpcContext
+    ) -> admin_pb2.FlushResponseCacheResponse:
+        """Forget every stored answer."""
+        entries, size = self._driver.router.flush_cache()
+        return admin_pb2.FlushResponseCacheResponse(
+            enabled=self._config.response_cache is not None, entries=entries, bytes=size
+        )
 
 
 def to_struct(value: Mapping[str, object]) -> struct_pb2.Struct:

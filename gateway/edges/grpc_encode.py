@@ -21,12 +21,22 @@ _INDEX = b"\x10"
 _TOKEN_IDS = b"\x1a"
 _LOGPROBS = b"\x22"
 _FINISH = b"\x2a"
+_ATTEMPTS = b"\x30"
 _LOGPROB = b"\x0d"
 _TOP = b"\x12"
 _TOP_TOKEN_ID = b"\x08"
 _TOP_LOGPROB = b"\x15"
 _OUTPUTS = b"\x0a"
 _ERRORS = b"\x12"
+
+FULL_MESSAGE_BYTES = 1024 * 1024
+"""A message takes no more once it has this size: it stays well below the 4 MiB that clients accept by default."""
+_SMALL_TOKENS = 1024
+"""This many are never too much for a message: with the most alternatives that can be asked for (128) some 1.8 MiB."""
+# The most that a token, its log probability and each alternative take, with their tags and lengths.
+_MAX_TOKEN_BYTES = 5
+_MAX_LOGPROB_BYTES = 9
+_MAX_TOP_BYTES = 13
 
 _FINISH_REASONS: dict[FinishReason, int] = {
     "stop": gateway_pb2.FINISH_REASON_STOP,
@@ -52,14 +62,61 @@ def encode_head(request_id: str, index: int) -> bytes:
     return b"".join((_REQUEST_ID, varint(len(name)), name, _INDEX, varint(index)))
 
 
-def encode_output(head: bytes, sequence: Sequence) -> bytes:
-    """Take the sequence's outbox as one GenerateResponse; empty when there is nothing to say."""
+def encode_output(head: bytes, sequence: Sequence, rest: list[bytes]) -> bytes:
+    """Take the sequence's outbox as one GenerateResponse; empty when there is nothing to say.
+
+    What is too much for one message (an answer that waited for its turn can be) is appended to `rest`, as messages
+    to be sent after the returned one.
+    """
     token_ids, logprobs = sequence.take()
     finish = sequence.finish
     if not logprobs and not finish:
         if len(token_ids) == 1:
             return head + _one_token(token_ids[0])
-        return head + encode_tokens(token_ids) if token_ids else b""
+        if not token_ids:
+            return b""
+    if len(token_ids) <= _SMALL_TOKENS:
+        return _encode_response(head, token_ids, logprobs, sequence, finish)
+    messages = _encode_in_parts(head, token_ids, logprobs, sequence, finish)
+    rest += messages[1:]
+    return messages[0]
+
+
+def _encode_in_parts(
+    head: bytes,
+    token_ids: Seq[int],
+    logprobs: Seq[TokenLogprob] | None,
+    sequence: Sequence,
+    finish: FinishReason,
+) -> list[bytes]:
+    step = _tokens_per_message(logprobs)
+    starts = range(0, len(token_ids), step)
+    return [
+        _encode_response(
+            head,
+            token_ids[start : start + step],
+            logprobs[start : start + step] if logprobs else None,
+            sequence,
+            finish if start == starts[-1] else "",
+        )
+        for start in starts
+    ]
+
+
+def _tokens_per_message(logprobs: Seq[TokenLogprob] | None) -> int:
+    """How many tokens make a message of about `FULL_MESSAGE_BYTES`, at worst."""
+    alternatives = max(len(item.top) for item in logprobs) if logprobs else 0
+    token_bytes = _MAX_TOKEN_BYTES + (_MAX_LOGPROB_BYTES + _MAX_TOP_BYTES * alternatives if logprobs else 0)
+    return max(1, FULL_MESSAGE_BYTES // token_bytes)
+
+
+def _encode_response(
+    head: bytes,
+    token_ids: Seq[int],
+    logprobs: Seq[TokenLogprob] | None,
+    sequence: Sequence,
+    finish: FinishReason,
+) -> bytes:
     parts = [head]
     if token_ids:
         parts.append(encode_tokens(token_ids))
@@ -96,16 +153,18 @@ def _encode_logprob(item: TokenLogprob) -> bytes:
 
 
 def _encode_finish(sequence: Sequence, finish: FinishReason) -> bytes:
-    request = sequence.request
+    request, attempt = sequence.request, sequence.attempt
     numbers = [
         _FINISH_REASONS[finish],
         len(request.arrived.prompt_token_ids),
         sequence.completion_tokens,
         sequence.cached_tokens,
     ]
-    if sequence.attempt is not None:
-        numbers += (sequence.attempt.rank, sequence.attempts)
+    if attempt is not None:
+        numbers.append(attempt.rank)
     body = b"".join(bytes((field << 3,)) + varint(number) for field, number in enumerate(numbers, 1))
+    # Last, because an answer from the response cache has no rank: no attempts are a fact, rank 0 is not.
+    body += _ATTEMPTS + varint(sequence.attempts)
     return _FINISH + varint(len(body)) + body
 
 

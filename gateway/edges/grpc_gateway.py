@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING
 
 from gateway.config.schema import Config
@@ -32,13 +32,14 @@ class GenerateStream(StreamWriter):
         super().__init__()
         self._heads: dict[int, bytes] = {}
 
-    def encode(self, sequence: Sequence) -> tuple[bytes, ...]:
-        """One message, or none when the outbox turns out to be empty."""
+    def encode(self, sequence: Sequence) -> Iterable[bytes]:
+        """One message, none when the outbox turns out to be empty, several when it holds a great deal."""
         head = self._heads.get(sequence.index)
         if head is None:
             head = self._heads[sequence.index] = encode_head(sequence.request.arrived.request_id, sequence.index)
-        message = encode_output(head, sequence)
-        return (message,) if message else ()
+        rest: list[bytes] = []
+        message = encode_output(head, sequence, rest)
+        return (message, *rest) if message else ()
 
 
 class GatewayService:

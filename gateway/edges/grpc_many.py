@@ -1,7 +1,7 @@
 """GenerateMany: many requests over one bidirectional stream.
 
 One task reads instructions, the handler itself writes. Everything is bounded: live requests by
-`limits.max_streams_per_connection`, unsent errors by a constant at which reading pauses, and unsent tokens by the
+`limits.max_streams_per_connection`, unsent refusals by a constant at which reading pauses, and unsent tokens by the
 core, per sequence, as for any other sink.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.request import Request, Sequence
 from gateway.edges.grpc_context import RpcContext
-from gateway.edges.grpc_encode import encode_head, encode_many, encode_output
+from gateway.edges.grpc_encode import FULL_MESSAGE_BYTES, encode_head, encode_many, encode_output
 from gateway.edges.grpc_request import Call, RequestReader
 from gateway.edges.grpc_status import to_status
 from gateway.edges.grpc_stream import StreamSink
@@ -22,14 +22,15 @@ from gateway.v1 import gateway_pb2
 if TYPE_CHECKING:
     from gateway.edges.driver import Driver
 
-# A message is closed at this size. With one more sequence's backlog (1 MiB by default) it stays below the 4 MiB that
-# clients accept unless told otherwise.
-FULL_MESSAGE_BYTES = 1024 * 1024
-MAX_UNSENT_ERRORS = 256
+MAX_UNSENT_REFUSALS = 256
 
 
 class ManyStream(StreamSink):
     """The requests of one GenerateMany stream, and what is to be sent for them.
+
+    Outputs and errors leave in the order in which the core let them out: within a message errors come after outputs,
+    so an output that follows an error begins the next message. Only refusals of instructions, which are in no order,
+    leave with whatever goes next.
 
     An id stays taken until its end has been handed to the transport, so what a client reads after an id's end
     belongs to the id's next request.
@@ -45,7 +46,9 @@ class ManyStream(StreamSink):
         self._max_live = max_live
         self._live: dict[str, Request] = {}
         self._heads: dict[Sequence, bytes] = {}
-        self._errors: list[bytes] = []
+        self._refusals: list[bytes] = []
+        # What did not fit the message that its sequence's outbox was taken for.
+        self._rest: list[bytes] = []
         self._has_room = asyncio.Event()
         self._is_reading = True
         self._failure: GatewayError | None = None
@@ -81,7 +84,7 @@ class ManyStream(StreamSink):
         try:
             async for instruction in requests:
                 self._obey(instruction, call)
-                while len(self._errors) >= MAX_UNSENT_ERRORS:
+                while len(self._refusals) >= MAX_UNSENT_REFUSALS:
                     self._has_room.clear()
                     await self._has_room.wait()
         except GatewayError as error:
@@ -105,7 +108,7 @@ class ManyStream(StreamSink):
                 raise self._failure or GatewayError(Reason.INVALID_REQUEST, "set start or abort_request_id")
             self._start(instruction.start, call)
         except GatewayError as error:
-            self._report(instruction.start.request_id, error)
+            self._refusals.append(_encode_error(instruction.start.request_id, error))
             self.wake()
 
     def _start(self, request: gateway_pb2.GenerateRequest, call: Call) -> None:
@@ -135,7 +138,7 @@ class ManyStream(StreamSink):
 
     async def _write(self, context: RpcContext, reading: "asyncio.Task[None]") -> None:
         while True:
-            while self.pending or self._errors or self.ended:
+            while self.pending or self._refusals or self._rest:
                 message = self._next_message()
                 if message:
                     await context.write(message)
@@ -148,36 +151,46 @@ class ManyStream(StreamSink):
     def _next_message(self) -> bytes:
         pending, heads = self.pending, self._heads
         outputs: list[bytes] = []
-        size = 0
+        errors, self._refusals = self._refusals, []
+        self._has_room.set()
+        if self._rest:
+            # Alone: a message has one entry per sequence, and there may be more of this one.
+            return encode_many((self._rest.pop(0),), errors)
+        size = sum(map(len, errors))
+        has_failed = False
         while pending and size < FULL_MESSAGE_BYTES:
-            sequence = pending.popleft()
-            output = encode_output(heads.get(sequence) or self._new_head(sequence), sequence)
+            item = pending.popleft()
+            if isinstance(item, Request):
+                error = self._settle(item)
+                if error is not None:
+                    has_failed = True
+                    errors.append(error)
+                    size += len(error)
+                continue
+            if has_failed:
+                pending.appendleft(item)
+                break
+            output = encode_output(heads.get(item) or self._new_head(item), item, self._rest)
             if output:
                 outputs.append(output)
                 size += len(output)
-        if pending:
-            return encode_many(outputs, ())
-        # Every ended request's output is out or in this message: its error may follow, and its id is free again.
-        self._settle()
-        errors, self._errors = self._errors, []
-        self._has_room.set()
+            if self._rest:
+                break
         return encode_many(outputs, errors)
 
-    def _settle(self) -> None:
-        for request in self.ended:
-            request_id = request.arrived.request_id
-            self._live.pop(request_id, None)
-            for sequence in request.sequences:
-                self._heads.pop(sequence, None)
-            request.unlink()
-            if request.error is not None:
-                self._report(request_id, request.error)
-        self.ended.clear()
-
-    def _report(self, request_id: str, error: GatewayError) -> None:
-        entry = gateway_pb2.RequestError(request_id=request_id, status=to_status(error))
-        self._errors.append(entry.SerializeToString())
+    def _settle(self, request: Request) -> bytes | None:
+        """Forget a request whose output is out or in this message: its id is free again. Returns its error, if any."""
+        request_id = request.arrived.request_id
+        self._live.pop(request_id, None)
+        for sequence in request.sequences:
+            self._heads.pop(sequence, None)
+        request.unlink()
+        return _encode_error(request_id, request.error) if request.error is not None else None
 
     def _new_head(self, sequence: Sequence) -> bytes:
         head = self._heads[sequence] = encode_head(sequence.request.arrived.request_id, sequence.index)
         return head
+
+
+def _encode_error(request_id: str, error: GatewayError) -> bytes:
+    return gateway_pb2.RequestError(request_id=request_id, status=to_status(error)).SerializeToString()

@@ -7,7 +7,6 @@ Ranges are the core's to check (`gateway.core.validation`); this module refuses 
 import itertools
 import re
 import secrets
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
+from gateway.core.validation import invalid
 from gateway.edges.grpc_context import Metadata, RpcContext
 from gateway.types import Sampling
 from gateway.v1 import gateway_pb2
@@ -28,19 +28,34 @@ its connections.
 
 REQUEST_ID_KEY = "x-request-id"
 RANK_PIN_KEY = "x-data-parallel-rank"
+TENANT_KEY = "x-tenant-id"
+CACHE_SALT_KEY = "x-cache-salt"
+QUEUE_TIMEOUT_KEY = "x-queue-timeout-ms"
+MAX_CACHE_SALT_BYTES = 256
+MAX_SESSION_ID_BYTES = 256
 
+_CALL_KEYS = frozenset((REQUEST_ID_KEY, RANK_PIN_KEY, TENANT_KEY, CACHE_SALT_KEY, QUEUE_TIMEOUT_KEY))
 # The client's own deadline fires a little before the one that its call carried to the server.
 _DEADLINE_SLACK_S = 0.02
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
+_WHOLE_NUMBER = re.compile(r"[0-9]{1,10}")
 _PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]*")
+# As a name in the configuration: every tenant that is let in can be given settings of its own there.
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call's metadata and deadline say, whatever the service. None where they say nothing."""
+    """What a call's metadata and deadline say, whatever the service. None (or "") where they say nothing.
 
-    request_id: str | None
-    pinned_rank: int | None
-    deadline_at: float | None
+    `deadline_at` is in seconds of the driver's clock; `queue_timeout_s` in seconds, above 0.
+    """
+
+    request_id: str | None = None
+    pinned_rank: int | None = None
+    deadline_at: float | None = None
+    tenant: str = ""
+    cache_salt: str = ""
+    queue_timeout_s: float | None = None
 
     def early_end(self, now: float) -> Reason:
         """Why a handler that is told to stop has to: the deadline, or the client left."""
@@ -59,13 +74,26 @@ class RequestReader:
         self._id_numbers = itertools.count(1)
 
     def call(self, context: RpcContext, now: float) -> Call:
-        """Read metadata and deadline. `now` is in seconds of the driver's clock."""
-        metadata = context.invocation_metadata() or ()
+        """Read metadata and deadline. `now` is in seconds of the driver's clock.
+
+        Raises INVALID_RANK for a bad pin, INVALID_REQUEST with the key as its field for other bad values.
+        """
         remaining_s = context.time_remaining()
+        deadline_at = None if remaining_s is None else now + remaining_s
+        # One pass: most calls carry none of these keys, and pay for no more than that.
+        ours = [pair for pair in context.invocation_metadata() or () if pair[0] in _CALL_KEYS]
+        if not ours:
+            return Call(deadline_at=deadline_at)
+        first = {name: value for name, value in reversed(ours) if isinstance(value, str)}
+        if len(first) < len(ours):
+            self._check_repeated(ours)
         return Call(
-            request_id=next(_texts(metadata, REQUEST_ID_KEY), None),
-            pinned_rank=self._metadata_pin(metadata),
-            deadline_at=None if remaining_s is None else now + remaining_s,
+            request_id=first.get(REQUEST_ID_KEY),
+            pinned_rank=self._pin(first.get(RANK_PIN_KEY)),
+            deadline_at=deadline_at,
+            tenant=_tenant(first.get(TENANT_KEY)),
+            cache_salt=_cache_salt(first.get(CACHE_SALT_KEY)),
+            queue_timeout_s=_queue_timeout_s(first.get(QUEUE_TIMEOUT_KEY)),
         )
 
     def request_id(self, given: str, call: Call) -> str:
@@ -74,11 +102,7 @@ class RequestReader:
         if not request_id:
             return f"{self._id_prefix}{next(self._id_numbers)}"
         if _PRINTABLE_ASCII.fullmatch(request_id) is None or request_id != request_id.strip():
-            raise GatewayError(
-                Reason.INVALID_REQUEST,
-                "request_id: must be printable ASCII without spaces at its ends",
-                field="request_id",
-            )
+            raise invalid("request_id", "must be printable ASCII without spaces at its ends")
         return request_id
 
     def pin(self, field: int | None, call: Call) -> int | None:
@@ -112,6 +136,9 @@ class RequestReader:
         """Decode a `gateway.v1` request. Raises `GatewayError` for what no event can express."""
         prompt = request.prompt_token_ids[:]
         sampling = request.sampling
+        session_id = request.session_id
+        if session_id and len(session_id.encode()) > MAX_SESSION_ID_BYTES:
+            raise invalid("session_id", f"longer than {MAX_SESSION_ID_BYTES} bytes")
         return RequestArrived(
             client_key=client_key,
             request_id=self.request_id(request.request_id, call),
@@ -122,17 +149,28 @@ class RequestReader:
             pinned_rank=self.pin(_optional(request, "data_parallel_rank"), call),
             priority=request.priority,
             deadline_at=self.deadline_at(call, now),
+            tenant=call.tenant,
+            session_id=session_id,
+            cache_salt=call.cache_salt,
+            use_cache=not request.no_cache,
+            queue_timeout_s=call.queue_timeout_s,
             arrived_at_unix_s=arrived_at_unix_s,
             sink=sink,
         )
 
-    def _metadata_pin(self, metadata: Metadata) -> int | None:
-        pins = set(_texts(metadata, RANK_PIN_KEY))
-        if not pins:
+    def _check_repeated(self, metadata: Metadata) -> None:
+        """Repeating a value is fine, contradicting oneself is not. Of request ids the first counts."""
+        problem = "given more than once, with different values"
+        for key in _CALL_KEYS - {REQUEST_ID_KEY}:
+            if len({value for name, value in metadata if name == key}) <= 1:
+                continue
+            if key == RANK_PIN_KEY:
+                raise self._invalid_rank(f"{key} is {problem}", None)
+            raise invalid(key, problem)
+
+    def _pin(self, text: str | None) -> int | None:
+        if text is None:
             return None
-        if len(pins) > 1:
-            raise self._invalid_rank(f"{RANK_PIN_KEY} is given more than once, with different values", None)
-        text = pins.pop()
         if _INTEGER.fullmatch(text) is None:
             raise self._invalid_rank(f"{RANK_PIN_KEY} must be a whole number, got {text[:32]!r}", text)
         return int(text)
@@ -157,5 +195,25 @@ def _optional(message: Any, field: str) -> Any:
     return getattr(message, field) if message.HasField(field) else None
 
 
-def _texts(metadata: Metadata, key: str) -> Iterator[str]:
-    return (value for name, value in metadata if name == key and isinstance(value, str))
+def _tenant(text: str | None) -> str:
+    if text is None:
+        return ""
+    if _TENANT.fullmatch(text) is None:
+        raise invalid(TENANT_KEY, "must be 1 to 128 letters, digits or . _ / - with a letter or digit first")
+    return text
+
+
+def _cache_salt(text: str | None) -> str:
+    if text is None:
+        return ""
+    if len(text.encode()) > MAX_CACHE_SALT_BYTES:
+        raise invalid(CACHE_SALT_KEY, f"longer than {MAX_CACHE_SALT_BYTES} bytes")
+    return text
+
+
+def _queue_timeout_s(text: str | None) -> float | None:
+    if text is None:
+        return None
+    if _WHOLE_NUMBER.fullmatch(text) is None or not int(text):
+        raise invalid(QUEUE_TIMEOUT_KEY, f"must be a whole number of milliseconds above 0, got {text[:32]!r}")
+    return int(text) / 1e3

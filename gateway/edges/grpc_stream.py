@@ -1,6 +1,6 @@
 """From a sequence's outbox to a gRPC stream: the sinks that the driver flushes into.
 
-Two rules keep this cheap and bounded:
+Output and ends are passed on in the order in which the driver brought them. Two rules keep this cheap and bounded:
 * a flush only notes that a sequence has something; the tokens are taken when the transport is ready for the next
   message. So whatever arrives during a slow write leaves as one message, and a reader that stands still keeps its
   tokens in the outbox, where the core counts them against `limits.max_stream_buffer_bytes`;
@@ -19,6 +19,7 @@ from gateway.core.request import Request, Sequence
 from gateway.edges.grpc_context import Metadata, RpcContext
 from gateway.edges.grpc_request import REQUEST_ID_KEY, Call
 from gateway.edges.grpc_status import abort_with
+from gateway.edges.waiting import queue_ms
 
 if TYPE_CHECKING:
     from gateway.edges.driver import Driver
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 RANK_KEY = "x-rankgate-rank"
 DECISION_ID_KEY = "x-rankgate-decision-id"
 QUEUE_MS_KEY = "x-rankgate-queue-ms"
+CACHE_KEY = "x-rankgate-cache"
 
 
 class StreamSink:
@@ -35,9 +37,9 @@ class StreamSink:
     """
 
     def __init__(self) -> None:
-        # Each sequence at most once: the core marks it dirty, and its mark stays until its outbox is taken.
-        self.pending: deque[Sequence] = deque()
-        self.ended: list[Request] = []
+        # In order; a request stands for its end. Each sequence at most once: the core marks it dirty, and its mark
+        # stays until its outbox is taken.
+        self.pending: deque[Sequence | Request] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
 
@@ -52,10 +54,10 @@ class StreamSink:
         if self._is_closed:
             return
         if request.error is not None and request.error.reason is Reason.SLOW_READER:
-            others = [sequence for sequence in self.pending if sequence.request is not request]
+            others = [item for item in self.pending if isinstance(item, Request) or item.request is not request]
             self.pending.clear()
             self.pending.extend(others)
-        self.ended.append(request)
+        self.pending.append(request)
         self.wake()
 
     def wake(self) -> None:
@@ -76,7 +78,6 @@ class StreamSink:
         """Let go of everything."""
         self._is_closed = True
         self.pending.clear()
-        self.ended.clear()
 
 
 class StreamWriter(StreamSink, ABC):
@@ -98,10 +99,11 @@ class StreamWriter(StreamSink, ABC):
         pending = self.pending
         while True:
             while pending:
-                for message in self.encode(pending.popleft()):
+                item = pending.popleft()
+                if isinstance(item, Request):
+                    return
+                for message in self.encode(item):
                     await context.write(message)
-            if self.ended:
-                return
             await self.wait()
 
 
@@ -141,13 +143,14 @@ def _id_metadata(arrived: RequestArrived) -> tuple[tuple[str, str], ...]:
 
 
 def trailing_metadata(request: Request) -> Metadata:
-    """Where an accepted request went, which decision sent it there and how long it waited for that."""
-    attempts = [sequence.attempt for sequence in request.sequences if sequence.attempt is not None]
+    """Where an accepted request went, which decision sent it there, how long it waited for that, or that it need not."""
+    ranks = [str(sequence.attempt.rank) for sequence in request.sequences if sequence.attempt is not None]
     trailing: list[tuple[str, str]] = []
-    if attempts:
-        trailing.append((RANK_KEY, ",".join(str(attempt.rank) for attempt in attempts)))
+    if ranks:
+        trailing.append((RANK_KEY, ",".join(ranks)))
     if request.decision_id is not None:
         trailing.append((DECISION_ID_KEY, str(request.decision_id)))
-    sent_at = min((attempt.sent_at for attempt in attempts), default=request.accepted_at)
-    trailing.append((QUEUE_MS_KEY, f"{(sent_at - request.accepted_at) * 1e3:.3f}"))
+    if request.is_cached:
+        trailing.append((CACHE_KEY, "hit"))
+    trailing.append((QUEUE_MS_KEY, f"{queue_ms(request):.3f}"))
     return trailing

@@ -21,7 +21,8 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor, Wrapped
 
 from gateway.config.values import LogFormat, LogLevel
 from gateway.core.errors import Reason
-from gateway.core.request import Request
+from gateway.core.request import Attempt, Request
+from gateway.edges.waiting import queue_ms
 
 _FAULTS = frozenset(
     {
@@ -30,6 +31,7 @@ _FAULTS = frozenset(
         Reason.ENGINE_REJECTED,
         Reason.ENGINE_ERROR,
         Reason.DATA_LOSS,
+        Reason.MAX_AGE_EXCEEDED,
         Reason.SLOW_READER,
         Reason.INTERNAL,
     }
@@ -154,8 +156,10 @@ def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> No
     """Log the end of an accepted request: called once each, with counts and times, never contents.
 
     `cached_tokens` is the largest of the sequences' (they share one prompt); `completion_tokens` and
-    `attempts` are sums. `rank` and `incarnation` are those of the last dispatch, `ranks` those of all sequences when
-    there are several. `ttft_ms` is null when no token came, `error` when the request succeeded.
+    `attempts` are sums. `rank`, `incarnation` and `batch` are those of the last dispatch, `ranks` those of all
+    sequences when there are several; all null for a request that no rank was given. `queue_ms` is the wait until the
+    first dispatch, `ttft_ms` null when no token came, `error` when the request succeeded. `tenant`, `cached` and
+    `batch` are there only where they say something.
     """
     error = request.error
     started, first = request.accepted_at, request.first_token_at
@@ -170,7 +174,7 @@ def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> No
         outcome="ok" if error is None else error.reason.value,
         error=None if error is None else error.message,
         rank=request.last_rank,
-        incarnation=attempts[-1].incarnation,
+        incarnation=attempts[-1].incarnation if attempts else None,
         ranks=[attempt.rank for attempt in attempts] if len(attempts) > 1 else None,
         pinned_rank=request.arrived.pinned_rank,
         decision_id=request.decision_id,
@@ -178,10 +182,25 @@ def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> No
         completion_tokens=sum(sequence.completion_tokens for sequence in sequences),
         cached_tokens=max(sequence.cached_tokens for sequence in sequences),
         n=len(sequences),
+        queue_ms=round(queue_ms(request), 3),
         ttft_ms=None if first is None else round((first - started) * 1000, 3),
         e2e_ms=round((ended - started) * 1000, 3),
         attempts=sum(sequence.attempts for sequence in sequences),
+        **_where_known(request, attempts),
     )
+
+
+def _where_known(request: Request, attempts: list[Attempt]) -> dict[str, object]:
+    """Fields of features that most requests don't use."""
+    fields: dict[str, object] = {}
+    if request.arrived.tenant:
+        fields["tenant"] = request.arrived.tenant
+    if request.is_cached:
+        fields["cached"] = True
+    batch = attempts[-1].batch if attempts else None
+    if batch is not None:
+        fields["batch"] = batch.number
+    return fields
 
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode

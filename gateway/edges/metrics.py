@@ -8,21 +8,12 @@ one step before it walks it, and a value that moves meanwhile is at worst one ev
 with it other threads.
 """
 
-import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from math import isnan
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway import __version__
@@ -36,7 +27,10 @@ from gateway.core.router import Router
 from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges.grpc_status import CODES
 from gateway.edges.logs import LineLogger
-from gateway.edges.metrics_catalogue import Spec
+from gateway.edges.metrics_families import Histogram, Series, make_family, make_histogram, series_of
+from gateway.edges.metrics_scheduling import SchedulingMetrics
+from gateway.edges.metrics_server import PageServer, serve_page
+from gateway.edges.security import Security
 
 # The bounds are vLLM's, so that its panels line up; inter-token latency adds three finer ones.
 TTFT_BOUNDS = (
@@ -56,31 +50,6 @@ _BREATH_S = 0.0001
 _GIVEN_UP = (Reason.CANCELLED, Reason.ABORTED)
 
 
-class Histogram:
-    """Bucket counts in a plain list. `observe` costs one bisection."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, weight: int = 1) -> None:
-        """Count `value` (seconds) `weight` times."""
-        self.counts[bisect_left(self.bounds, value)] += weight
-        self.total += value * weight
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """`(le, count of values <= le)` pairs, the last one `+Inf`."""
-        running = 0
-        pairs: list[tuple[str, float]] = []
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts[:], strict=True):
-            running += count
-            pairs.append((bound, float(running)))
-        return pairs
-
-
 class Metrics(Collector):
     """What one gateway process exports. `observe_*` run on the event loop, `collect` in a thread.
 
@@ -93,11 +62,13 @@ class Metrics(Collector):
         router: Router,
         link_counters: object,
         *,
+        security: Security | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._router = router
         self._link_counters = link_counters
+        self._security = Security(config.listen) if security is None else security
         self._clock = clock
         size = router.ranks.size
         self._ended: dict[tuple[str, str], int] = {}
@@ -106,10 +77,11 @@ class Metrics(Collector):
         self._itl = Histogram(ITL_BOUNDS)
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._scheduling = SchedulingMetrics(config, router)
         self._rank_ttft_count = [0] * size
         self._rank_ttft_sum = [0.0] * size
         self._last_batch_at: list[float] = [0.0] * size
-        self._server: tuple[WSGIServer, threading.Thread] | None = None
+        self._server: PageServer | None = None
 
     # --- the event loop's side -------------------------------------------------------------------
 
@@ -125,10 +97,12 @@ class Metrics(Collector):
             histogram = self._durations[rpc, outcome] = Histogram(DURATION_BOUNDS)
         ended_at = now if request.ended_at is None else request.ended_at
         histogram.observe(ended_at - request.accepted_at)
+        self._scheduling.observe_ended(request, ended_at)
         if request.first_token_at is not None:
             self._ttft.observe(request.first_token_at - request.accepted_at)
         self._prompt_tokens += len(request.arrived.prompt_token_ids)
-        self._cached_tokens += max(sequence.cached_tokens for sequence in request.sequences)
+        if not request.is_cached:
+            self._cached_tokens += max(sequence.cached_tokens for sequence in request.sequences)
         for sequence in request.sequences:
             attempt = sequence.attempt
             if attempt is not None and attempt.first_token_at is not None:
@@ -153,26 +127,34 @@ class Metrics(Collector):
     # --- serving ---------------------------------------------------------------------------------
 
     def start(self, host: str, port: int) -> int:
-        """Serve `/metrics` in a thread. Returns the bound port. Raises OSError that names the address."""
+        """Serve `/metrics` in a thread. Returns the bound port. Raises OSError that names the address.
+
+        TLS and tokens are those of `security`, which is loaded by then.
+        """
+        security = self._security
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
         try:
-            server, thread = start_http_server(port, addr=host.strip("[]"), registry=registry)
+            server = serve_page(
+                host.strip("[]"),
+                port,
+                registry,
+                tls_context=security.tls_context(),
+                authenticator=security.authenticator("metrics"),
+            )
         except OSError as error:
             problem = f"listen.metrics: cannot listen on {host}:{port}: {error.strerror or error}"
             raise OSError(error.errno, problem) from error
-        self._server = (server, thread)
+        self._server = server
         return int(server.server_port)
 
     def stop(self) -> None:
         """Stop serving and wait for the thread; harmless when nothing is served."""
         if self._server is None:
             return
-        (server, thread), self._server = self._server, None
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server, self._server = self._server, None
+        server.close()
 
     # --- the scrape ------------------------------------------------------------------------------
 
@@ -192,41 +174,44 @@ class Metrics(Collector):
             _core_counters(self._router.counters),
             _link_counters(self._link_counters),
             self._latency_families(),
+            self._scheduling.families(self._clock()),
         ):
             for family in families:
                 yield family
                 time.sleep(_BREATH_S)
 
     def _gateway_families(self) -> Iterator[Metric]:
-        yield _family(catalogue.BUILD_INFO, [((__version__,), 1)])
-        yield _family(catalogue.LIVE, [((), self._router.live_count)])
-        yield _family(catalogue.DRAINING, [((), int(self._router.is_draining))])
-        yield _family(catalogue.LOG_LINES_LOST, [((), LineLogger.lost)])
-        yield _family(catalogue.REQUESTS, list(self._ended.copy().items()))
-        yield _family(catalogue.PROMPT_TOKENS, [((), self._prompt_tokens)])
-        yield _family(catalogue.CACHED_TOKENS, [((), self._cached_tokens)])
+        yield make_family(catalogue.BUILD_INFO, [((__version__,), 1)])
+        yield make_family(catalogue.LIVE, [((), self._router.live_count)])
+        yield make_family(catalogue.DRAINING, [((), int(self._router.is_draining))])
+        yield make_family(catalogue.LOG_LINES_LOST, [((), LineLogger.lost)])
+        yield make_family(catalogue.AUTH_FAILURES, list(self._security.failures()))
+        yield make_family(catalogue.CREDENTIAL_LOADS, list(self._security.loads()))
+        yield make_family(catalogue.REQUESTS, list(self._ended.copy().items()))
+        yield make_family(catalogue.PROMPT_TOKENS, [((), self._prompt_tokens)])
+        yield make_family(catalogue.CACHED_TOKENS, [((), self._cached_tokens)])
 
     def _rank_families(self) -> Iterator[Metric]:
         table = self._router.ranks
         ranks = range(table.size)
         for spec, read in catalogue.RANK_GAUGES:
             values = [(rank, read(table, rank)) for rank in ranks]
-            yield _family(spec, [((str(rank),), value) for rank, value in values if value is not None])
+            yield make_family(spec, [((str(rank),), value) for rank, value in values if value is not None])
         states = table.state[:]
-        yield _family(
+        yield make_family(
             catalogue.RANK_STATE,
             [((str(rank), state.value), int(states[rank] is state)) for rank in ranks for state in RankState],
         )
         known = [(rank, info) for rank, info in enumerate(table.info[:]) if info is not None]
         groups = [self._config.groups[number].name for number in table.group_of]
-        yield _family(
+        yield make_family(
             catalogue.RANK_INFO,
             [((str(rank), groups[rank], info.engine_version, str(table.incarnation[rank])), 1) for rank, info in known],
         )
         now = self._clock()
         seen = [(rank, at) for rank, at in enumerate(table.snapshot_at[:]) if at is not None]
-        yield _family(catalogue.SNAPSHOT_AGE, [((str(rank),), max(0.0, now - at)) for rank, at in seen])
-        yield _family(catalogue.RANK_COST, self._newest_costs())
+        yield make_family(catalogue.SNAPSHOT_AGE, [((str(rank),), max(0.0, now - at)) for rank, at in seen])
+        yield make_family(catalogue.RANK_COST, self._newest_costs())
 
     def _newest_costs(self) -> "list[Series]":
         newest = self._router.decisions.latest(1)
@@ -235,15 +220,9 @@ class Metrics(Collector):
         return [((str(rank),), cost) for rank, cost in enumerate(costs or ()) if not isnan(cost)]
 
     def _latency_families(self) -> Iterator[Metric]:
-        for spec, histograms in (
-            (catalogue.TTFT, {(): self._ttft}),
-            (catalogue.ITL, {(): self._itl}),
-            (catalogue.DURATION, self._durations.copy()),
-        ):
-            family = HistogramMetricFamily(spec.full_name, spec.help, labels=spec.labels)
-            for labels, histogram in histograms.items():
-                family.add_metric(labels, histogram.cumulative(), histogram.total)
-            yield family
+        yield make_histogram(catalogue.TTFT, [((), self._ttft)])
+        yield make_histogram(catalogue.ITL, [((), self._itl)])
+        yield make_histogram(catalogue.DURATION, self._durations.copy().items())
         spec = catalogue.RANK_TTFT
         summary = SummaryMetricFamily(spec.full_name, spec.help, labels=spec.labels)
         counts, sums = self._rank_ttft_count[:], self._rank_ttft_sum[:]
@@ -252,30 +231,9 @@ class Metrics(Collector):
         yield summary
 
 
-Series = tuple[tuple[str, ...], float]
-
-
-def _family(spec: Spec, series: list[Series]) -> Metric:
-    kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-    family = kind(spec.full_name, spec.help, labels=spec.labels)
-    for labels, value in series:
-        family.add_metric(labels, value)
-    return family
-
-
-def _series(value: object) -> list[Series]:
-    """A number, one number per rank, or numbers by a bounded key."""
-    if isinstance(value, list):
-        return [((str(rank),), count) for rank, count in enumerate(value[:])]
-    if isinstance(value, dict):
-        return [((str(key),), count) for key, count in value.copy().items()]
-    assert isinstance(value, int)
-    return [((), value)]
-
-
 def _core_counters(counters: Counters) -> Iterator[Metric]:
     for name, spec in catalogue.CORE_COUNTERS.items():
-        yield _family(spec, _series(getattr(counters, name)))
+        yield make_family(spec, series_of(getattr(counters, name)))
 
 
 def _link_counters(counters: object) -> Iterator[Metric]:
@@ -284,6 +242,6 @@ def _link_counters(counters: object) -> Iterator[Metric]:
     faults: list[Series] = []
     for name, value in vars(counters).copy().items():
         family = faults if isinstance(value, dict) else events
-        family.extend(((name, *labels), count) for labels, count in _series(value))
-    yield _family(catalogue.LINK_EVENTS, events)
-    yield _family(catalogue.LINK_FAULTS, faults)
+        family.extend(((name, *labels), count) for labels, count in series_of(value))
+    yield make_family(catalogue.LINK_EVENTS, events)
+    yield make_family(catalogue.LINK_FAULTS, faults)

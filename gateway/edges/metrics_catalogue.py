@@ -1,14 +1,13 @@
 """Every metric that the gateway exports, as data. To add one: one line in one of these tables.
 
 Names carry base units and label sets are bounded: ranks come from the configuration, the rest from
-enums and method names. `docs/metrics.md` is rendered from here (`make docs`).
+enums, method names and the tenants that it names. `docs/metrics.md` is rendered from here (`make docs`).
 """
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from gateway.core.ranks import RankTable
-from gateway.edges.engine_link.counters import OTHER, BoundedCounts, LinkCounters
 
 PREFIX = "rankgate_"
 Kind = Literal["counter", "gauge", "histogram", "summary"]
@@ -104,6 +103,15 @@ RANK_TTFT = Spec(
 LINK_EVENTS = Spec("link_events_total", "counter", "What the engine link did and met.", ("event",))
 LINK_FAULTS = Spec("link_faults_total", "counter", "What the engine link met, by reason.", ("event", "reason"))
 LOG_LINES_LOST = Spec("log_lines_lost_total", "counter", "Log lines that could not be written.")
+AUTH_FAILURES = Spec(
+    "auth_failures_total", "counter", "Calls and scrapes refused for their token.", ("listener", "reason")
+)
+CREDENTIAL_LOADS = Spec(
+    "credential_loads_total",
+    "counter",
+    "States of the files of `listen.tls` or `listen.auth` that were taken, or could not be.",
+    ("files", "outcome"),
+)
 
 LINK_EVENT_VALUES: dict[str, str] = {
     "frames": "Messages received on ranks' output sockets.",
@@ -125,11 +133,105 @@ LINK_FAULT_VALUES: dict[str, str] = {
     "state_faults": "Records in `state_dir` that could not be used or written.",
 }
 """The values of `event`; reasons are those that `LinkCounters` declares."""
+AUTH_FAILURE_VALUES: dict[str, str] = {
+    "missing": "No token at all.",
+    "malformed": "The header is none of the scheme `Bearer`, or is there twice.",
+    "unknown": "No such token.",
+    "not_admin": "A token of a client on `listen.admin`.",
+}
+"""The values of `reason` of refused calls."""
 
 
 def _counter(name: str, help_text: str, *labels: str) -> Spec:
     return Spec(name, "counter", help_text, labels)
 
+
+QUEUE_DEPTH = Spec("queue_depth", "gauge", "Sequences that wait in the gateway for a rank.")
+QUEUE_OUTCOME_VALUES: dict[str, str] = {
+    "dispatched": "It was sent to a rank.",
+    "timeout": "The queue's time-out ended it.",
+    "ended": "Something else did: the caller, its deadline, a drain, no rank that could ever take it.",
+}
+"""The values of `outcome`."""
+QUEUE_DURATION = Spec(
+    "queue_duration_seconds",
+    "histogram",
+    "From a request's acceptance until its sequence was sent to a rank or ended without one.",
+    ("outcome",),
+)
+BATCH_SIZE = Spec("batch_size_sequences", "histogram", "Sequences in a batch that was sent to a rank.")
+BATCHES_IN_FLIGHT = Spec(
+    "rank_batches_in_flight", "gauge", "Batches sent to the rank that count as in flight.", ("rank",)
+)
+OLDEST_AGE = Spec(
+    "oldest_request_age_seconds", "gauge", "Time since the oldest live request was accepted; 0 without one."
+)
+PREFILL_PREDICTED = Spec(
+    "rank_prefill_predicted_seconds_total",
+    "counter",
+    "Predicted prefill time of the sequences whose actual one is known.",
+    ("rank",),
+)
+PREFILL_ACTUAL = Spec(
+    "rank_prefill_actual_seconds_total", "counter", "Actual prefill time of the same sequences.", ("rank",)
+)
+PREFILL_GAP = Spec(
+    "prefill_gap_seconds", "histogram", "Difference between predicted and actual prefill time, either way."
+)
+PREDICTOR_SCALE = Spec("predictor_scale_ratio", "gauge", "What predictions are multiplied by; 1 unless calibrated.")
+PREDICTOR_FAULTS = Spec(
+    "predictor_faults_total", "counter", "Predictions that came out as NaN, infinite, negative or a fault."
+)
+
+ORDERING: dict[str, Spec] = {
+    "places": Spec("ordering_places", "gauge", "Requests that have a place in the preserved order."),
+    "held_bytes": Spec("ordering_held_bytes", "gauge", "Output charged for what may have to wait for its turn."),
+}
+RESPONSE_CACHE: dict[str, Spec] = {
+    "entries": Spec("response_cache_entries", "gauge", "Answers stored."),
+    "nbytes": Spec("response_cache_bytes", "gauge", "Size of the stored answers and their keys."),
+    "hits": Spec("response_cache_hits_total", "counter", "Look-ups that found an answer."),
+    "misses": Spec("response_cache_misses_total", "counter", "Look-ups that found none, or one that was too old."),
+    "inserts": Spec("response_cache_inserts_total", "counter", "Answers stored so far."),
+    "evictions": Spec("response_cache_evictions_total", "counter", "Answers that went to make room."),
+    "expired": Spec("response_cache_expired_total", "counter", "Answers forgotten for their age."),
+    "too_large": Spec("response_cache_too_large_total", "counter", "Answers not stored for their size."),
+    "flushes": Spec("response_cache_flushes_total", "counter", "Times that an operator emptied the cache."),
+}
+TENANTS: dict[str, Spec] = {
+    "in_flight": Spec(
+        "tenant_requests_in_flight", "gauge", "Sequences of the tenant in flight or queued.", ("tenant",)
+    ),
+    "queued": Spec("tenant_requests_queued", "gauge", "Of these, sequences that are queued.", ("tenant",)),
+}
+"""Attributes of the core's objects and what they are exported as. Tenants: those that the configuration names."""
+
+DISPATCH_REASON_VALUES: dict[str, str] = {
+    "direct": "Mode direct: at once.",
+    "idle_rank": "Nothing was in flight on the rank.",
+    "gate_open": "Mode queue: the rank's gate was open.",
+    "batch_full": "The batch had `max_requests`.",
+    "preferred_size": "The batch had the largest of `preferred_sizes` that was there.",
+    "window": "The oldest in the batch had waited for `window_ms`.",
+    "predicted_cap": "One more would have taken the batch over `max_predicted_ms`.",
+    "token_cap": "One more would have taken the batch over `max_tokens` or `max_padded_tokens`.",
+    "closed": "The rank could not take the next one.",
+}
+"""The values of `reason` of the dispatches."""
+EVIDENCE_VALUES: dict[str, str] = {
+    "engine": "A row of the rank ended the sequence.",
+    "rank_lost": "The rank's incarnation was gone.",
+    "unsent": "It never left the gateway.",
+    "caller": "The caller gave up.",
+    "deadline": "The request's time was over.",
+    "gateway": "The gateway ended it: drain, a slow reader, another sequence's failure.",
+}
+"""The values of `evidence`."""
+AUDIT_VALUES: dict[str, str] = {
+    "sums": "A rank's sum that differed from those of its sequences in flight.",
+    "silent": "A sequence that got no token while its rank went on with others.",
+}
+"""The values of `kind` of the audit's findings."""
 
 CORE_COUNTERS: dict[str, Spec] = {
     "accepted": _counter("requests_accepted_total", "Requests admitted."),
@@ -154,6 +256,14 @@ CORE_COUNTERS: dict[str, Spec] = {
     "double_ends": _counter("double_ends_total", "Second ends of a request or sequence; not applied."),
     "double_releases": _counter("double_releases_total", "Second releases of a charge; not applied."),
     "stale_events": _counter("stale_events_total", "Events of an earlier incarnation of a rank."),
+    "releases": _counter("releases_total", "Charges given back, by what showed that they are free.", "evidence"),
+    "audit_findings": _counter("audit_findings_total", "What the audit of charges found.", "kind"),
+    "dispatch_reasons": _counter("dispatches_total", "Sequences sent to ranks, by what let them go.", "reason"),
+    "queue_timeouts": _counter("queue_timeouts_total", "Requests ended by the queue's time-out."),
+    "slo_shadow_rejects": _counter(
+        "slo_shadow_rejections_total", "Requests admitted that mode enforce would have refused."
+    ),
+    "slo_rejects": _counter("slo_rejections_total", "Requests refused for missing their TTFT objective."),
     "deadlines_expired": _counter("deadlines_expired_total", "Requests ended by their deadline."),
     "relaxed_filters": _counter("relaxed_filters_total", "Decisions made without a soft filter.", "filter"),
     "non_finite_costs": _counter("non_finite_costs_total", "Costs that came out as NaN, infinite or a fault."),
@@ -161,6 +271,13 @@ CORE_COUNTERS: dict[str, Spec] = {
         "decisions_without_cost_total", "Decisions in which no eligible rank had a cost; the least in flight was taken."
     ),
 }
+
+SWITCHED: tuple[Spec, ...] = (
+    *(QUEUE_DEPTH, QUEUE_DURATION, BATCH_SIZE, BATCHES_IN_FLIGHT),
+    *(PREFILL_PREDICTED, PREFILL_ACTUAL, PREFILL_GAP, PREDICTOR_SCALE, PREDICTOR_FAULTS),
+    *(*ORDERING.values(), *RESPONSE_CACHE.values(), AUTH_FAILURES, CREDENTIAL_LOADS),
+)
+"""What the default configuration switches off; without series then."""
 
 CATALOGUE: tuple[Spec, ...] = tuple(
     sorted(
@@ -170,40 +287,7 @@ CATALOGUE: tuple[Spec, ...] = tuple(
             *(RANK_INFO, RANK_STATE, RANK_COST, SNAPSHOT_AGE, BUILD_INFO, LIVE, DRAINING),
             *(REQUESTS, PROMPT_TOKENS, CACHED_TOKENS, DURATION, TTFT, ITL, RANK_TTFT),
             *(LINK_EVENTS, LINK_FAULTS, LOG_LINES_LOST),
+            *(OLDEST_AGE, *TENANTS.values(), *SWITCHED),
         )
     )
 )
-
-
-def render() -> str:
-    """The catalogue as a Markdown page."""
-    lines = [
-        "<!-- Generated by `make docs` from gateway/edges/metrics_catalogue.py. Don't edit. -->",
-        "",
-        "# Metrics",
-        "",
-        "Served in the Prometheus format at `http://<listen.metrics>/metrics`, on a port of its own.",
-        "Times are in seconds. `rank` is the rank's global number. A rank that has not reported load has no",
-        "series for what only a report can tell, rather than a zero. `process_*` metrics of the gateway's own",
-        "process come on top.",
-        "",
-        "| metric | type | labels | meaning |",
-        "|---|---|---|---|",
-    ]
-    for spec in CATALOGUE:
-        labels = ", ".join(f"`{label}`" for label in spec.labels) or "-"
-        lines.append(f"| `{spec.full_name}` | {spec.kind} | {labels} | {spec.help} |")
-    lines += ["", f"## `event` of `{LINK_EVENTS.full_name}`", "", "| event | meaning |", "|---|---|"]
-    lines += (f"| `{event}` | {meaning} |" for event, meaning in LINK_EVENT_VALUES.items())
-    lines += ["", f"## `event` and `reason` of `{LINK_FAULTS.full_name}`", ""]
-    lines += [
-        f"A reason that is none of these counts as `{OTHER}`.",
-        "",
-        "| event | meaning | reasons |",
-        "|---|---|---|",
-    ]
-    counters = LinkCounters()
-    for event, meaning in LINK_FAULT_VALUES.items():
-        counts: BoundedCounts = getattr(counters, event)
-        lines.append(f"| `{event}` | {meaning} | {', '.join(f'`{reason}`' for reason in counts.reasons)} |")
-    return "\n".join(lines) + "\n"

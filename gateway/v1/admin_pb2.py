@@ -26,7 +26,7 @@ from gateway.v1 import gateway_pb2 as gateway_dot_v1_dot_gateway__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gateway/v1/admin.proto\x12\ngateway.v1\x1a\x18gateway/v1/gateway.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x1b\n\x19GetEffectiveConfigRequest\"c\n\x1aGetEffectiveConfigResponse\x12\'\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0c\n\x04json\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\">\n\x0e\x45xplainRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.gateway.v1.GenerateRequest\"<\n\x0f\x45xplainResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\")\n\x12GetDecisionRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\x04\"@\n\x13GetDecisionResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"4\n\x14ListDecisionsRequest\x12\x12\n\x05limit\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_limit\"C\n\x15ListDecisionsResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct2\xdd\x02\n\x0c\x41\x64minService\x12\x63\n\x12GetEffectiveConfig\x12%.gateway.v1.GetEffectiveConfigRequest\x1a&.gateway.v1.GetEffectiveConfigResponse\x12\x42\n\x07\x45xplain\x12\x1a.gateway.v1.ExplainRequest\x1a\x1b.gateway.v1.ExplainResponse\x12N\n\x0bGetDecision\x12\x1e.gateway.v1.GetDecisionRequest\x1a\x1f.gateway.v1.GetDecisionResponse\x12T\n\rListDecisions\x12 .gateway.v1.ListDecisionsRequest\x1a!.gateway.v1.ListDecisionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gateway/v1/admin.proto\x12\ngateway.v1\x1a\x18gateway/v1/gateway.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x1b\n\x19GetEffectiveConfigRequest\"c\n\x1aGetEffectiveConfigResponse\x12\'\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0c\n\x04json\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\">\n\x0e\x45xplainRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.gateway.v1.GenerateRequest\"<\n\x0f\x45xplainResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\")\n\x12GetDecisionRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\x04\"@\n\x13GetDecisionResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"4\n\x14ListDecisionsRequest\x12\x12\n\x05limit\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_limit\"C\n\x15ListDecisionsResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"\x1b\n\x19\x46lushResponseCacheRequest\"~\n\x1a\x46lushResponseCacheResponse\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x07\x65ntries\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x03 \x01(\x04H\x02\x88\x01\x01\x42\n\n\x08_enabledB\n\n\x08_entriesB\x08\n\x06_bytes2\xc2\x03\n\x0c\x41\x64minService\x12\x63\n\x12GetEffectiveConfig\x12%.gateway.v1.GetEffectiveConfigRequest\x1a&.gateway.v1.GetEffectiveConfigResponse\x12\x42\n\x07\x45xplain\x12\x1a.gateway.v1.ExplainRequest\x1a\x1b.gateway.v1.ExplainResponse\x12N\n\x0bGetDecision\x12\x1e.gateway.v1.GetDecisionRequest\x1a\x1f.gateway.v1.GetDecisionResponse\x12T\n\rListDecisions\x12 .gateway.v1.ListDecisionsRequest\x1a!.gateway.v1.ListDecisionsResponse\x12\x63\n\x12\x46lushResponseCache\x12%.gateway.v1.FlushResponseCacheRequest\x1a&.gateway.v1.FlushResponseCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,6 +49,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTDECISIONSREQUEST']._serialized_end=511
   _globals['_LISTDECISIONSRESPONSE']._serialized_start=513
   _globals['_LISTDECISIONSRESPONSE']._serialized_end=580
-  _globals['_ADMINSERVICE']._serialized_start=583
-  _globals['_ADMINSERVICE']._serialized_end=932
+  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_start=582
+  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_end=609
+  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_start=611
+  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_end=737
+  _globals['_ADMINSERVICE']._serialized_start=740
+  _globals['_ADMINSERVICE']._serialized_end=1190
 # @@protoc_insertion_point(module_scope)

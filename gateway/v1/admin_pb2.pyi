@@ -84,7 +84,7 @@ Global___ExplainRequest: typing_extensions.TypeAlias = ExplainRequest
 
 @typing.final
 class ExplainResponse(google.protobuf.message.Message):
-    """What would have happened."""
+    """What would have happened, had a rank been chosen now: a gateway with a queue may wait for another moment."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -181,3 +181,48 @@ class ListDecisionsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["decisions", b"decisions"]) -> None: ...
 
 Global___ListDecisionsResponse: typing_extensions.TypeAlias = ListDecisionsResponse
+
+@typing.final
+class FlushResponseCacheRequest(google.protobuf.message.Message):
+    """Asks for an empty response cache."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___FlushResponseCacheRequest: typing_extensions.TypeAlias = FlushResponseCacheRequest
+
+@typing.final
+class FlushResponseCacheResponse(google.protobuf.message.Message):
+    """What was forgotten."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    enabled: builtins.bool
+    """Whether a response cache is configured."""
+    entries: builtins.int
+    """Number of answers."""
+    bytes: builtins.int
+    """Memory that they took, as `response_cache.max_bytes` counts it."""
+    def __init__(
+        self,
+        *,
+        enabled: builtins.bool | None = ...,
+        entries: builtins.int | None = ...,
+        bytes: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bytes", b"_bytes", "_enabled", b"_enabled", "_entries", b"_entries", "bytes", b"bytes", "enabled", b"enabled", "entries", b"entries"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bytes", b"_bytes", "_enabled", b"_enabled", "_entries", b"_entries", "bytes", b"bytes", "enabled", b"enabled", "entries", b"entries"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_bytes", b"_bytes"]) -> typing.Literal["bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_enabled", b"_enabled"]) -> typing.Literal["enabled"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_entries", b"_entries"]) -> typing.Literal["entries"] | None: ...
+
+Global___FlushResponseCacheResponse: typing_extensions.TypeAlias = FlushResponseCacheResponse

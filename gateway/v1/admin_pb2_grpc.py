@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Shows what the gateway is configured to do and why it decided as it did.
+    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache.
     """
 
     def __init__(self, channel):
@@ -55,10 +55,15 @@ class AdminServiceStub(object):
                 request_serializer=gateway_dot_v1_dot_admin__pb2.ListDecisionsRequest.SerializeToString,
                 response_deserializer=gateway_dot_v1_dot_admin__pb2.ListDecisionsResponse.FromString,
                 _registered_method=True)
+        self.FlushResponseCache = channel.unary_unary(
+                '/gateway.v1.AdminService/FlushResponseCache',
+                request_serializer=gateway_dot_v1_dot_admin__pb2.FlushResponseCacheRequest.SerializeToString,
+                response_deserializer=gateway_dot_v1_dot_admin__pb2.FlushResponseCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
-    """Shows what the gateway is configured to do and why it decided as it did.
+    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache.
     """
 
     def GetEffectiveConfig(self, request, context):
@@ -89,6 +94,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushResponseCache(self, request, context):
+        """Forgets every answer that the response cache holds. Requests that are live go on, and their answers are stored
+        when they end: after a change of the model, flush once the requests that the old one works on have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +125,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=gateway_dot_v1_dot_admin__pb2.ListDecisionsRequest.FromString,
                     response_serializer=gateway_dot_v1_dot_admin__pb2.ListDecisionsResponse.SerializeToString,
             ),
+            'FlushResponseCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushResponseCache,
+                    request_deserializer=gateway_dot_v1_dot_admin__pb2.FlushResponseCacheRequest.FromString,
+                    response_serializer=gateway_dot_v1_dot_admin__pb2.FlushResponseCacheResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'gateway.v1.AdminService', rpc_method_handlers)
@@ -121,7 +139,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Shows what the gateway is configured to do and why it decided as it did.
+    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache.
     """
 
     @staticmethod
@@ -222,6 +240,33 @@ class AdminService(object):
             '/gateway.v1.AdminService/ListDecisions',
             gateway_dot_v1_dot_admin__pb2.ListDecisionsRequest.SerializeToString,
             gateway_dot_v1_dot_admin__pb2.ListDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushResponseCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gateway.v1.AdminService/FlushResponseCache',
+            gateway_dot_v1_dot_admin__pb2.FlushResponseCacheRequest.SerializeToString,
+            gateway_dot_v1_dot_admin__pb2.FlushResponseCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

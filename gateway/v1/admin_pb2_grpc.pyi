@@ -89,8 +89,24 @@ _AdminServiceListDecisionsType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _AdminServiceExplainType, _AdminServiceGetDecisionType, _AdminServiceListDecisionsType]):
-    """Shows what the gateway is configured to do and why it decided as it did."""
+_AdminServiceFlushResponseCacheType = typing_extensions.TypeVar(
+    '_AdminServiceFlushResponseCacheType',
+    grpc.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.FlushResponseCacheRequest,
+        gateway.v1.admin_pb2.FlushResponseCacheResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.FlushResponseCacheRequest,
+        gateway.v1.admin_pb2.FlushResponseCacheResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.FlushResponseCacheRequest,
+        gateway.v1.admin_pb2.FlushResponseCacheResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _AdminServiceExplainType, _AdminServiceGetDecisionType, _AdminServiceListDecisionsType, _AdminServiceFlushResponseCacheType]):
+    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache."""
 
     @typing.overload
     def __init__(self: AdminServiceStub[
@@ -109,6 +125,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
         grpc.UnaryUnaryMultiCallable[
             gateway.v1.admin_pb2.ListDecisionsRequest,
             gateway.v1.admin_pb2.ListDecisionsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            gateway.v1.admin_pb2.FlushResponseCacheRequest,
+            gateway.v1.admin_pb2.FlushResponseCacheResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -130,6 +150,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
             gateway.v1.admin_pb2.ListDecisionsRequest,
             gateway.v1.admin_pb2.ListDecisionsResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            gateway.v1.admin_pb2.FlushResponseCacheRequest,
+            gateway.v1.admin_pb2.FlushResponseCacheResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetEffectiveConfig: _AdminServiceGetEffectiveConfigType
@@ -143,6 +167,11 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
 
     ListDecisions: _AdminServiceListDecisionsType
     """Lists the latest recorded decisions, newest first."""
+
+    FlushResponseCache: _AdminServiceFlushResponseCacheType
+    """Forgets every answer that the response cache holds. Requests that are live go on, and their answers are stored
+    when they end: after a change of the model, flush once the requests that the old one works on have ended.
+    """
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -161,10 +190,14 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
         gateway.v1.admin_pb2.ListDecisionsRequest,
         gateway.v1.admin_pb2.ListDecisionsResponse,
     ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.FlushResponseCacheRequest,
+        gateway.v1.admin_pb2.FlushResponseCacheResponse,
+    ],
 ]
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
-    """Shows what the gateway is configured to do and why it decided as it did."""
+    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache."""
 
     @abc.abstractmethod
     def GetEffectiveConfig(
@@ -197,5 +230,15 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[gateway.v1.admin_pb2.ListDecisionsResponse, collections.abc.Awaitable[gateway.v1.admin_pb2.ListDecisionsResponse]]:
         """Lists the latest recorded decisions, newest first."""
+
+    @abc.abstractmethod
+    def FlushResponseCache(
+        self,
+        request: gateway.v1.admin_pb2.FlushResponseCacheRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gateway.v1.admin_pb2.FlushResponseCacheResponse, collections.abc.Awaitable[gateway.v1.admin_pb2.FlushResponseCacheResponse]]:
+        """Forgets every answer that the response cache holds. Requests that are live go on, and their answers are stored
+        when they end: after a change of the model, flush once the requests that the old one works on have ended.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -107,11 +107,16 @@ class GenerateRequest(google.protobuf.message.Message):
     data_parallel_rank: builtins.int
     """Pins the request to this rank (numbered over all groups). Refused when there is no such rank; never re-routed."""
     priority: builtins.int
-    """Handed to the engine; its meaning is the engine's (vLLM: smaller is earlier)."""
+    """Smaller is earlier in the gateway's queue, where it has one. Also handed to the engine; there its meaning is the
+    engine's (vLLM: smaller is earlier).
+    """
     session_id: builtins.str
-    """Hint for session affinity. It has no effect until affinity is available and configured."""
+    """Names the session that the request belongs to, in up to 256 bytes. With `preserve.domain: session` the answers of
+    one session leave in the order of their requests; requests without one then have no order among themselves.
+    Without that setting it has no effect.
+    """
     no_cache: builtins.bool
-    """Hint to bypass the response cache. It has no effect until that cache is available and configured."""
+    """Neither takes the answer from the response cache nor stores it there. Without such a cache it has no effect."""
     model: builtins.str
     """Served model name. Absent: whatever the gateway serves; another name is refused."""
     allow_resume: builtins.bool
@@ -364,9 +369,9 @@ class Finish(google.protobuf.message.Message):
     cached_tokens: builtins.int
     """Prompt tokens that the rank found in its prefix cache."""
     rank: builtins.int
-    """The rank that generated the last token."""
+    """The rank that generated the last token. Absent when the answer came from the response cache."""
     attempts: builtins.int
-    """Ranks tried, the successful one included."""
+    """Ranks tried, the successful one included. 0 when the answer came from the response cache."""
     def __init__(
         self,
         *,
@@ -420,7 +425,7 @@ Global___GenerateManyRequest: typing_extensions.TypeAlias = GenerateManyRequest
 
 @typing.final
 class GenerateManyResponse(google.protobuf.message.Message):
-    """Everything that became available on the stream since its last message."""
+    """What became available on the stream since its last message. Outputs come before errors."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -428,11 +433,13 @@ class GenerateManyResponse(google.protobuf.message.Message):
     ERRORS_FIELD_NUMBER: builtins.int
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]:
-        """New tokens; at most one entry per sequence."""
+        """New tokens in the order in which they left; at most one entry per sequence."""
 
     @property
     def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestError]:
-        """Requests that were refused or that ended with an error. Nothing follows for these."""
+        """Requests that ended with an error, after all their outputs, and requests that were refused. Nothing follows for
+        these.
+        """
 
     def __init__(
         self,

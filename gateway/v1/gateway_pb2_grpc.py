@@ -28,10 +28,24 @@ if _version_not_supported:
 class GatewayServiceStub(object):
     """Generates tokens on one of several data-parallel ranks and shows how the ranks are doing.
 
-    Metadata in: `x-request-id` (used when request_id is empty), `x-data-parallel-rank` (a pin; must agree with
-    the field). Initial metadata out: `x-request-id`, when it came that way. Trailing metadata out of Generate:
-    `x-request-id`, `x-rankgate-rank` (one rank per sequence, comma separated), `x-rankgate-decision-id` (of the first
-    sequence) and `x-rankgate-queue-ms`.
+    Metadata in, all optional. Of GenerateMany it holds for every request of the stream.
+    `x-request-id`: used when request_id is empty.
+    `x-data-parallel-rank`: a pin; must agree with the field.
+    `x-tenant-id`: whom the request is charged to: 1 to 128 letters, digits or . _ / - with a letter or digit first.
+    `x-cache-salt`: up to 256 bytes; stored answers are shared between calls with the same salt only.
+    `x-queue-timeout-ms`: whole milliseconds above 0 that the request may wait for a rank, where the configuration
+    lets calls shorten its own limit.
+    A value that can't be read is refused with INVALID_ARGUMENT, and so are two values that differ; of several request
+    ids the first counts.
+
+    Initial metadata out: `x-request-id`, when it came that way.
+
+    Trailing metadata out of Generate:
+    `x-request-id`.
+    `x-rankgate-rank`: one rank per sequence, comma separated; absent when no rank was involved.
+    `x-rankgate-decision-id`: of the first sequence; absent when none was made.
+    `x-rankgate-queue-ms`: the wait until the first dispatch, or until the end of a request without one.
+    `x-rankgate-cache`: `hit` when the answer came from the response cache, else absent.
     """
 
     def __init__(self, channel):
@@ -70,10 +84,24 @@ class GatewayServiceStub(object):
 class GatewayServiceServicer(object):
     """Generates tokens on one of several data-parallel ranks and shows how the ranks are doing.
 
-    Metadata in: `x-request-id` (used when request_id is empty), `x-data-parallel-rank` (a pin; must agree with
-    the field). Initial metadata out: `x-request-id`, when it came that way. Trailing metadata out of Generate:
-    `x-request-id`, `x-rankgate-rank` (one rank per sequence, comma separated), `x-rankgate-decision-id` (of the first
-    sequence) and `x-rankgate-queue-ms`.
+    Metadata in, all optional. Of GenerateMany it holds for every request of the stream.
+    `x-request-id`: used when request_id is empty.
+    `x-data-parallel-rank`: a pin; must agree with the field.
+    `x-tenant-id`: whom the request is charged to: 1 to 128 letters, digits or . _ / - with a letter or digit first.
+    `x-cache-salt`: up to 256 bytes; stored answers are shared between calls with the same salt only.
+    `x-queue-timeout-ms`: whole milliseconds above 0 that the request may wait for a rank, where the configuration
+    lets calls shorten its own limit.
+    A value that can't be read is refused with INVALID_ARGUMENT, and so are two values that differ; of several request
+    ids the first counts.
+
+    Initial metadata out: `x-request-id`, when it came that way.
+
+    Trailing metadata out of Generate:
+    `x-request-id`.
+    `x-rankgate-rank`: one rank per sequence, comma separated; absent when no rank was involved.
+    `x-rankgate-decision-id`: of the first sequence; absent when none was made.
+    `x-rankgate-queue-ms`: the wait until the first dispatch, or until the end of a request without one.
+    `x-rankgate-cache`: `hit` when the answer came from the response cache, else absent.
     """
 
     def Generate(self, request, context):
@@ -86,8 +114,9 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Runs many requests over one stream. A response carries everything that became available since the last one.
-        Half-closing lets the live requests end; cancelling the call ends them all.
+        """Runs many requests over one stream. A response carries what became available since the last one, in order: an
+        output that follows an error comes in the next response. Half-closing lets the live requests end; cancelling the
+        call ends them all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,10 +183,24 @@ def add_GatewayServiceServicer_to_server(servicer, server):
 class GatewayService(object):
     """Generates tokens on one of several data-parallel ranks and shows how the ranks are doing.
 
-    Metadata in: `x-request-id` (used when request_id is empty), `x-data-parallel-rank` (a pin; must agree with
-    the field). Initial metadata out: `x-request-id`, when it came that way. Trailing metadata out of Generate:
-    `x-request-id`, `x-rankgate-rank` (one rank per sequence, comma separated), `x-rankgate-decision-id` (of the first
-    sequence) and `x-rankgate-queue-ms`.
+    Metadata in, all optional. Of GenerateMany it holds for every request of the stream.
+    `x-request-id`: used when request_id is empty.
+    `x-data-parallel-rank`: a pin; must agree with the field.
+    `x-tenant-id`: whom the request is charged to: 1 to 128 letters, digits or . _ / - with a letter or digit first.
+    `x-cache-salt`: up to 256 bytes; stored answers are shared between calls with the same salt only.
+    `x-queue-timeout-ms`: whole milliseconds above 0 that the request may wait for a rank, where the configuration
+    lets calls shorten its own limit.
+    A value that can't be read is refused with INVALID_ARGUMENT, and so are two values that differ; of several request
+    ids the first counts.
+
+    Initial metadata out: `x-request-id`, when it came that way.
+
+    Trailing metadata out of Generate:
+    `x-request-id`.
+    `x-rankgate-rank`: one rank per sequence, comma separated; absent when no rank was involved.
+    `x-rankgate-decision-id`: of the first sequence; absent when none was made.
+    `x-rankgate-queue-ms`: the wait until the first dispatch, or until the end of a request without one.
+    `x-rankgate-cache`: `hit` when the answer came from the response cache, else absent.
     """
 
     @staticmethod

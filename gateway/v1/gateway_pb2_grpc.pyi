@@ -113,10 +113,24 @@ _GatewayServiceWatchRanksType = typing_extensions.TypeVar(
 class GatewayServiceStub(typing.Generic[_GatewayServiceGenerateType, _GatewayServiceGenerateManyType, _GatewayServiceAbortType, _GatewayServiceListRanksType, _GatewayServiceWatchRanksType]):
     """Generates tokens on one of several data-parallel ranks and shows how the ranks are doing.
 
-    Metadata in: `x-request-id` (used when request_id is empty), `x-data-parallel-rank` (a pin; must agree with
-    the field). Initial metadata out: `x-request-id`, when it came that way. Trailing metadata out of Generate:
-    `x-request-id`, `x-rankgate-rank` (one rank per sequence, comma separated), `x-rankgate-decision-id` (of the first
-    sequence) and `x-rankgate-queue-ms`.
+    Metadata in, all optional. Of GenerateMany it holds for every request of the stream.
+      `x-request-id`: used when request_id is empty.
+      `x-data-parallel-rank`: a pin; must agree with the field.
+      `x-tenant-id`: whom the request is charged to: 1 to 128 letters, digits or . _ / - with a letter or digit first.
+      `x-cache-salt`: up to 256 bytes; stored answers are shared between calls with the same salt only.
+      `x-queue-timeout-ms`: whole milliseconds above 0 that the request may wait for a rank, where the configuration
+      lets calls shorten its own limit.
+    A value that can't be read is refused with INVALID_ARGUMENT, and so are two values that differ; of several request
+    ids the first counts.
+
+    Initial metadata out: `x-request-id`, when it came that way.
+
+    Trailing metadata out of Generate:
+      `x-request-id`.
+      `x-rankgate-rank`: one rank per sequence, comma separated; absent when no rank was involved.
+      `x-rankgate-decision-id`: of the first sequence; absent when none was made.
+      `x-rankgate-queue-ms`: the wait until the first dispatch, or until the end of a request without one.
+      `x-rankgate-cache`: `hit` when the answer came from the response cache, else absent.
     """
 
     @typing.overload
@@ -174,8 +188,9 @@ class GatewayServiceStub(typing.Generic[_GatewayServiceGenerateType, _GatewaySer
     """
 
     GenerateMany: _GatewayServiceGenerateManyType
-    """Runs many requests over one stream. A response carries everything that became available since the last one.
-    Half-closing lets the live requests end; cancelling the call ends them all.
+    """Runs many requests over one stream. A response carries what became available since the last one, in order: an
+    output that follows an error comes in the next response. Half-closing lets the live requests end; cancelling the
+    call ends them all.
     """
 
     Abort: _GatewayServiceAbortType
@@ -215,10 +230,24 @@ GatewayServiceAsyncStub: typing_extensions.TypeAlias = GatewayServiceStub[
 class GatewayServiceServicer(metaclass=abc.ABCMeta):
     """Generates tokens on one of several data-parallel ranks and shows how the ranks are doing.
 
-    Metadata in: `x-request-id` (used when request_id is empty), `x-data-parallel-rank` (a pin; must agree with
-    the field). Initial metadata out: `x-request-id`, when it came that way. Trailing metadata out of Generate:
-    `x-request-id`, `x-rankgate-rank` (one rank per sequence, comma separated), `x-rankgate-decision-id` (of the first
-    sequence) and `x-rankgate-queue-ms`.
+    Metadata in, all optional. Of GenerateMany it holds for every request of the stream.
+      `x-request-id`: used when request_id is empty.
+      `x-data-parallel-rank`: a pin; must agree with the field.
+      `x-tenant-id`: whom the request is charged to: 1 to 128 letters, digits or . _ / - with a letter or digit first.
+      `x-cache-salt`: up to 256 bytes; stored answers are shared between calls with the same salt only.
+      `x-queue-timeout-ms`: whole milliseconds above 0 that the request may wait for a rank, where the configuration
+      lets calls shorten its own limit.
+    A value that can't be read is refused with INVALID_ARGUMENT, and so are two values that differ; of several request
+    ids the first counts.
+
+    Initial metadata out: `x-request-id`, when it came that way.
+
+    Trailing metadata out of Generate:
+      `x-request-id`.
+      `x-rankgate-rank`: one rank per sequence, comma separated; absent when no rank was involved.
+      `x-rankgate-decision-id`: of the first sequence; absent when none was made.
+      `x-rankgate-queue-ms`: the wait until the first dispatch, or until the end of a request without one.
+      `x-rankgate-cache`: `hit` when the answer came from the response cache, else absent.
     """
 
     @abc.abstractmethod
@@ -238,8 +267,9 @@ class GatewayServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[gateway.v1.gateway_pb2.GenerateManyRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[gateway.v1.gateway_pb2.GenerateManyResponse], collections.abc.AsyncIterator[gateway.v1.gateway_pb2.GenerateManyResponse]]:
-        """Runs many requests over one stream. A response carries everything that became available since the last one.
-        Half-closing lets the live requests end; cancelling the call ends them all.
+        """Runs many requests over one stream. A response carries what became available since the last one, in order: an
+        output that follows an error comes in the next response. Half-closing lets the live requests end; cancelling the
+        call ends them all.
         """
 
     @abc.abstractmethod

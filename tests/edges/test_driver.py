@@ -1,76 +1,15 @@
-"""The driver: nested events wait, and one defect stays with the one it belongs to."""
+"""The driver: nested events wait, defects stay with the one they belong to, the core gets its early ticks."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from gateway.core.effects import RankStateChanged
+from gateway.core.effects import AuditFound, RankStateChanged
 from gateway.core.errors import GatewayError, Reason
-from gateway.core.events import BatchReceived, RankJoined, RankLost, SendFailed
-from gateway.core.router import Router
-from gateway.edges.driver import Driver
-from gateway.types import EngineBatch
-from tests.support.core import NONCE, Bench, make_config, make_info
-
-
-class Sink:
-    def __init__(self, *, fails=False):
-        self.fails = fails
-        self.tokens = []
-        self.ended = []
-
-    def flush(self, sequence):
-        if self.fails:
-            raise RuntimeError("broken sink")
-        self.tokens += sequence.take()[0]
-
-    def end(self, request):
-        self.ended.append(request)
-        if self.fails:
-            raise RuntimeError("broken sink")
-
-
-class Link:
-    def __init__(self, driver):
-        self.driver = driver
-        self.sent = []
-        self.aborted = []
-        self.fails_at = None
-
-    def send(self, rank, incarnation, request):
-        self.sent.append(request.wire_id)
-        if self.fails_at == len(self.sent):
-            self.driver.emit(SendFailed(rank, incarnation, request.wire_id, "unreachable"))
-
-    def abort(self, rank, incarnation, wire_ids):
-        self.aborted += wire_ids
-
-
-class Site:
-    def __init__(self, ranks=2):
-        self.defects = []
-        self.changes = []
-        router = Router(make_config(ranks), nonce=NONCE, rng=lambda: 0.0)
-        self.driver = Driver(
-            router,
-            on_defect=lambda where, error: self.defects.append((where, str(error))),
-            on_rank_change=self.changes.append,
-        )
-        self.driver.link = self.link = Link(self.driver)
-        for rank in range(ranks):
-            self.driver.emit(RankJoined(rank=rank, incarnation=1, info=make_info()))
-
-    def submit(self, sink, **more):
-        return self.driver.submit(Bench(1, join=False).arrived(request_id=f"r{id(sink)}", sink=sink, **more))
-
-    def batch(self, rank, *rows):
-        ids, tokens, finish = zip(*rows, strict=True)
-        self.driver.emit(BatchReceived(rank, 1, EngineBatch(ids=ids, token_ids=tokens, finish=finish)))
-
-
-async def turn():
-    for _ in range(3):
-        await asyncio.sleep(0)
+from gateway.core.events import RankLost, Tick
+from tests.support.core import Bench
+from tests.support.driver_site import Sink, Site, turn
 
 
 async def test_tokens_of_one_turn_leave_in_one_flush_and_the_end_follows():
@@ -159,3 +98,123 @@ async def test_a_refused_request_holds_nothing():
         site.submit(Sink(), pinned_rank=7)
     assert site.driver.router.live_count == 0
     assert site.link.sent == []
+
+
+async def test_what_the_audit_finds_is_passed_on(monkeypatch):
+    site = Site(1)
+    finding = AuditFound("kind", 0, 1, 2, "subject")
+    monkeypatch.setattr(site.driver.router, "handle", lambda event, now: [finding])
+    site.driver.emit(RankLost(0, 9, "nothing"))
+    assert site.findings == [finding]
+
+
+async def test_a_refusal_does_not_swallow_what_the_same_event_let_go(monkeypatch):
+    """With a queue any event may send queued requests to a rank: they are charged, so they must be sent."""
+    site = Site(1)
+    handle = site.driver.router.handle
+    late = []
+
+    def refusing(event, now):
+        effects = handle(event, now)
+        return [*effects, *late]
+
+    monkeypatch.setattr(site.driver.router, "handle", refusing)
+    site.submit(Sink())
+    late += handle(Bench(1, join=False).arrived(request_id="queued", sink=Sink()), 0.0)[1:]
+    with pytest.raises(GatewayError):
+        site.submit(Sink(), pinned_rank=7)
+    assert len(site.link.sent) == 2
+
+
+class TestEarlyTicks:
+    """The core may want the time before the next regular tick, e.g. when a batch's window ends."""
+
+    @pytest.fixture
+    def site(self, monkeypatch):
+        site = Site(1)
+        site.now, site.due, site.ticks = 100.0, [], []
+        site.driver.clock = lambda: site.now
+        handle = site.driver.router.handle
+
+        def watched(event, now):
+            if isinstance(event, Tick):
+                site.ticks.append(now)
+            return handle(event, now)
+
+        monkeypatch.setattr(site.driver.router, "handle", watched)
+        monkeypatch.setattr(site.driver.router, "next_due", lambda: site.due[0] if site.due else None)
+        site.timers = []
+
+        class Timer:
+            def __init__(self, delay, function):
+                self.delay, self.fire, self.is_cancelled = delay, function, False
+                site.timers.append(self)
+
+            def cancel(self):
+                self.is_cancelled = True
+
+        monkeypatch.setattr(site.driver, "_running_loop", lambda: SimpleNamespace(call_later=Timer))
+        return site
+
+    def poke(self, site):
+        site.driver.emit(RankLost(0, 99, "nothing"))
+
+    async def test_it_comes_when_the_core_named_it_and_once(self, site):
+        site.due = [100.01]
+        self.poke(site)
+        self.poke(site)
+        (timer,) = site.timers
+        assert timer.delay == pytest.approx(0.01)
+        site.now, site.due = 100.01, []
+        timer.fire()
+        assert site.ticks == [100.01]
+        assert len(site.timers) == 1
+
+    async def test_an_earlier_moment_replaces_a_later_one_and_not_the_other_way(self, site):
+        for due in (100.04, 100.02, 100.03):
+            site.due = [due]
+            self.poke(site)
+        assert [(round(timer.delay, 3), timer.is_cancelled) for timer in site.timers] == [(0.04, True), (0.02, False)]
+
+    async def test_the_next_moment_is_asked_for_at_each_tick(self, site):
+        site.due = [100.01]
+        self.poke(site)
+        site.now, site.due = 100.01, [100.02]
+        site.timers[0].fire()
+        assert len(site.timers) == 2
+        assert site.timers[1].delay == pytest.approx(0.01)
+
+    async def test_what_was_due_already_does_not_make_it_spin(self, site):
+        site.due = [99.0]
+        self.poke(site)
+        assert site.timers == []
+
+    async def test_a_timer_is_never_shorter_than_what_event_loops_can_tell_apart(self, site):
+        site.due = [100.0001]
+        self.poke(site)
+        assert site.timers[0].delay == pytest.approx(0.001)
+
+    async def test_a_tick_that_fails_is_a_defect_and_no_end(self, site, monkeypatch):
+        site.due = [100.01]
+        self.poke(site)
+
+        def fail(event):
+            raise RuntimeError("tick failed")
+
+        monkeypatch.setattr(site.driver, "emit", fail)
+        site.timers[0].fire()
+        assert site.defects == [("tick", "tick failed")]
+
+
+async def test_a_collecting_batch_leaves_when_its_window_ends_not_at_the_next_regular_tick():
+    """No regular ticks here: only the core's own moment can send the second request."""
+    batch = {"max_requests": 8, "window_ms": 5.0}
+    site = Site(1, scheduling={"mode": "batch", "batch": batch})
+    site.submit(Sink())
+    assert len(site.link.sent) == 1  # an idle rank takes at once
+    site.submit(Sink())
+    assert len(site.link.sent) == 1  # a busy one collects
+    async with asyncio.timeout(5):
+        while len(site.link.sent) < 2:  # noqa: ASYNC110 - the timer sends no event
+            await asyncio.sleep(0.001)
+    site.driver.router.check()

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 import zmq
 
-from gateway.core.events import BatchReceived, RankLost
+from gateway.core.events import BatchReceived, RankLost, SendBlocked
 from gateway.edges.engine_link import LinkState, channel, loss
 from gateway.edges.engine_link.reader import MAX_MESSAGES_PER_CALLBACK
 from tests.support.link_harness import request, running_link
@@ -299,7 +299,7 @@ async def test_a_broken_connection_of_a_living_engine_re_attaches_as_a_new_incar
         engine.push_rows([("old-or-new", [1], "")])
         await until(lambda: harness.rows == ["old-or-new"])
         assert harness.of(BatchReceived)[0].incarnation == 2
-        assert not harness.send_events
+        assert harness.send_events == [SendBlocked(0, 1)], "of the loss, nothing since"
 
 
 async def test_what_arrives_while_nobody_has_joined_is_dropped_and_counted():
@@ -375,3 +375,17 @@ async def test_a_bad_load_report_is_counted_and_its_tokens_arrive():
         event = harness.of(BatchReceived)[0]
         assert event.batch.load is None
         assert sum(harness.link.counters.load_faults.values()) == 1
+
+
+async def test_a_rank_takes_no_more_from_the_moment_its_loss_begins(monkeypatch):
+    """Rows that are read before the loss is announced free slots, and the core must not fill them."""
+    monkeypatch.setattr(loss, "SETTLE_S", 0.02)
+    async with running_link() as harness:
+        engine = await harness.joined_engine(0)
+        await until(lambda: harness.link._ranks[0]._channel.output.connections.is_up)
+        engine.push_rows([("last", [1], "stop")])
+        engine.close()
+        await until(lambda: bool(harness.losses))
+        kinds = [type(event) for event in harness.events]
+        assert kinds.index(SendBlocked) < kinds.index(RankLost)
+        assert kinds.count(SendBlocked) == 1

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from gateway.config.schema import Group
-from gateway.core.events import BatchReceived, RankJoined, RankLost
+from gateway.core.events import BatchReceived, RankJoined, RankLost, SendBlocked
 from gateway.edges.engine_link import LinkError, LinkState
 from tests.support.link_harness import LinkHarness, make_config, nothing_left_behind, request, running_link
 from tests.support.raw_engine import RawEngine, pack, ready_response, until
@@ -171,7 +171,7 @@ async def test_a_hello_of_a_connected_rank_waits_until_the_old_connection_is_gon
         successor.register()
         await until(lambda: len(harness.joins) == 2)
         order = [(type(event), event.incarnation) for event in harness.events]
-        assert order == [(RankJoined, 1), (BatchReceived, 1), (RankLost, 1), (RankJoined, 2)]
+        assert order == [(RankJoined, 1), (BatchReceived, 1), (SendBlocked, 1), (RankLost, 1), (RankJoined, 2)]
         assert not successor.handshake.poll(50), "one INIT for any number of held HELLOs"
 
 

@@ -150,7 +150,7 @@ async def test_a_send_to_an_older_incarnation_fails_and_an_abort_is_dropped():
         successor = await harness.joined_engine(0)
         harness.link.send(0, 1, request("a"))
         harness.link.abort(0, 1, ["b", "c"])
-        await until(lambda: harness.send_events == [SendFailed(0, 1, "a", "unreachable")])
+        await until(lambda: harness.send_events == [SendBlocked(0, 1), SendFailed(0, 1, "a", "unreachable")])
         harness.link.send(0, 2, request("d"))
         assert id_in(await successor.receive(), "tokenspeed") == "d"
         assert harness.link.counters.aborts_dropped == 2
@@ -179,7 +179,7 @@ async def test_a_send_between_a_disconnect_and_its_announcement_fails(monkeypatc
         await until(lambda: harness.link._ranks[0]._loss is not None)
         harness.link.send(0, 1, request("a"))
         await until(lambda: bool(harness.losses))
-        assert harness.send_events == [SendFailed(0, 1, "a", "unreachable")]
+        assert harness.send_events == [SendBlocked(0, 1), SendFailed(0, 1, "a", "unreachable")]
 
 
 async def test_an_event_that_leads_to_another_failure_doesnt_hold_the_loop():

@@ -91,6 +91,25 @@ async def test_decisions_are_listed_newest_first_within_the_limit():
             assert error_info(error).metadata["field"] == "limit"
 
 
+async def test_flushing_the_response_cache_says_what_was_forgotten():
+    async with serve(response_cache={}) as edge:
+        edge.driver.router.cached = (3, 4096)
+        first = await edge.admin.FlushResponseCache(admin_pb2.FlushResponseCacheRequest())
+        assert (first.enabled, first.entries, first.bytes) == (True, 3, 4096)
+        again = await edge.admin.FlushResponseCache(admin_pb2.FlushResponseCacheRequest())
+        assert (again.enabled, again.entries, again.bytes) == (True, 0, 0)
+        # Zeros are facts here: an operator shall see them.
+        assert again.HasField("entries")
+        assert again.HasField("bytes")
+
+
+async def test_without_a_response_cache_there_is_nothing_to_flush():
+    async with serve() as edge:
+        answer = await edge.admin.FlushResponseCache(admin_pb2.FlushResponseCacheRequest())
+        assert answer.HasField("enabled")
+        assert (answer.enabled, answer.entries, answer.bytes) == (False, 0, 0)
+
+
 async def test_each_listener_serves_its_own_services_only():
     async with serve() as edge, grpc.aio.insecure_channel(edge.servers.admin_address) as admin:
         wrong = admin.unary_unary("/gateway.v1.GatewayService/ListRanks")

@@ -8,7 +8,8 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
-from gateway.core.events import DrainStarted, RankLost
+from gateway.core.events import BatchReceived, DrainStarted, RankLost
+from gateway.types import EngineBatch
 from gateway.v1 import admin_pb2, gateway_pb2
 from tests.support.grpc_core import CountingRanks, serve_core
 from tests.support.grpc_edge import error_info, generate_request, info_of, stream_failure, until
@@ -175,6 +176,100 @@ async def test_generate_many_balances_and_drains():
         while (message := await call.read()) is not grpc.aio.EOF:
             aborted |= {error.request_id for error in message.errors}
         assert len(aborted) == 64
+
+
+class TestScheduling:
+    """What the client sees of queue, order and cache."""
+
+    GREEDY = {"max_tokens": 3, "temperature": 0.0}
+
+    async def answer(self, core, request, **more):
+        call = core.edge.stub.Generate(request, **more)
+        responses = [response async for response in call]
+        return responses, dict(await call.trailing_metadata())
+
+    async def test_a_stored_answer_is_the_same_without_a_rank(self):
+        async with serve_core(response_cache={}) as core:
+            request = generate_request((5,), sampling=self.GREEDY)
+            first, trailing = await self.answer(core, request)
+            assert "x-rankgate-cache" not in trailing
+            second, trailing = await self.answer(core, request)
+            assert (trailing["x-rankgate-cache"], "x-rankgate-rank" in trailing) == ("hit", False)
+            assert [t for r in second for t in r.token_ids] == [t for r in first for t in r.token_ids] == [6, 7, 8]
+            assert first[-1].finish.HasField("rank")
+            assert not second[-1].finish.HasField("rank")
+            assert (second[-1].finish.attempts, second[-1].finish.completion_tokens) == (0, 3)
+            assert len(core.ranks.sent) == 1
+
+    async def test_a_salt_another_tenant_and_no_cache_ask_a_rank(self):
+        async with serve_core(response_cache={}) as core:
+            request = generate_request((5,), sampling=self.GREEDY)
+            await self.answer(core, request)
+            for key in ("x-cache-salt", "x-tenant-id"):
+                _, trailing = await self.answer(core, request, metadata=((key, "other"),))
+                assert "x-rankgate-cache" not in trailing
+            _, trailing = await self.answer(core, generate_request((5,), sampling=self.GREEDY, no_cache=True))
+            assert "x-rankgate-cache" not in trailing
+            assert len(core.ranks.sent) == 4
+
+    async def test_a_flush_is_counted_and_felt(self):
+        async with serve_core(response_cache={}) as core:
+            request = generate_request((5,), sampling=self.GREEDY)
+            await self.answer(core, request)
+            flushed = await core.edge.admin.FlushResponseCache(admin_pb2.FlushResponseCacheRequest())
+            assert (flushed.enabled, flushed.entries) == (True, 1)
+            assert flushed.bytes > 0
+            _, trailing = await self.answer(core, request)
+            assert "x-rankgate-cache" not in trailing
+
+    async def test_a_wait_in_the_queue_is_told_and_bounded_by_the_call(self):
+        queue = {"max_in_flight_per_rank": 1}
+        async with serve_core(ranks=1, scheduling={"mode": "queue", "queue": queue | {"timeout_s": 30}}) as core:
+            first = core.edge.stub.Generate(generate_request(HOLD, request_id="first"))
+            await until(lambda: core.ranks.sent)
+            late = core.edge.stub.Generate(generate_request((5,)), metadata=(("x-queue-timeout-ms", "60"),))
+            error = await failure(late)
+            assert (error.code(), error_info(error).reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT")
+            trailing = dict(error.trailing_metadata())
+            assert float(trailing["x-rankgate-queue-ms"]) >= 60
+            assert "x-rankgate-rank" not in trailing
+            waiting = core.edge.stub.Generate(generate_request((5,)))
+            await until(lambda: core.router.queue_depth == 1)
+            first.cancel()
+            assert [token async for response in waiting for token in response.token_ids] == [6, 7, 8, 9]
+            assert float(dict(await waiting.trailing_metadata())["x-rankgate-queue-ms"]) > 0
+            assert len(core.ranks.sent) == 2
+
+    async def test_a_preserved_order_holds_on_the_wire_errors_included(self):
+        async with serve_core(ordering="preserve", preserve={"domain": "stream"}) as core:
+            call = core.edge.stub.GenerateMany()
+            prompts = {"a": HOLD, "b": (5,), "c": HOLD, "d": (6,)}
+            for name, prompt in prompts.items():
+                await call.write(gateway_pb2.GenerateManyRequest(start=generate_request(prompt, request_id=name)))
+            await until(lambda: len(core.ranks.sent) == 4)
+            by_prompt = [request for _, request in core.ranks.sent]
+            rank, incarnation, _, _ = core.ranks.live[by_prompt[2].wire_id]
+            await until(lambda: len(core.ranks.live) == 2)
+            core.driver.emit(self.final(rank, incarnation, by_prompt[2].wire_id, [], "error"))
+            rank, incarnation, _, _ = core.ranks.live[by_prompt[0].wire_id]
+            core.driver.emit(self.final(rank, incarnation, by_prompt[0].wire_id, [1], "stop"))
+            core.ranks.live.clear()
+            await call.done_writing()
+            seen = []
+            while (message := await call.read()) is not grpc.aio.EOF:
+                seen += [(output.request_id, list(output.token_ids)) for output in message.outputs]
+                seen += [(error.request_id, info_of(error.status).reason) for error in message.errors]
+            assert seen == [("a", [1]), ("b", [6, 7, 8, 9]), ("c", "ENGINE_ERROR"), ("d", [7, 8, 9, 10])]
+
+    def final(self, rank, incarnation, wire_id, tokens, finish):
+        return BatchReceived(rank, incarnation, EngineBatch(ids=[wire_id], token_ids=[tokens], finish=[finish]))
+
+    async def test_explain_shows_the_gates_of_a_queue(self):
+        async with serve_core(scheduling={"mode": "queue"}) as core:
+            response = await core.edge.admin.Explain(admin_pb2.ExplainRequest(request=generate_request()))
+            decision = json_format.MessageToDict(response.decision)
+            assert decision["rank"] is not None
+            assert core.ranks.sent == []
 
 
 CLIENT = """

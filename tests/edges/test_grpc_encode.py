@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.core.events import RequestArrived
 from gateway.core.request import Attempt, Request
-from gateway.edges.grpc_encode import encode_head, encode_many, encode_output
+from gateway.edges.grpc_encode import FULL_MESSAGE_BYTES, encode_head, encode_many, encode_output
 from gateway.types import Sampling, TokenLogprob
 from gateway.v1 import gateway_pb2
 
@@ -46,13 +46,17 @@ def expected(sequence, tokens, items=None):
         response.finish.prompt_tokens = len(sequence.request.arrived.prompt_token_ids)
         response.finish.completion_tokens = sequence.completion_tokens
         response.finish.cached_tokens = sequence.cached_tokens
-        response.finish.rank = sequence.attempt.rank
+        if sequence.attempt is not None:
+            response.finish.rank = sequence.attempt.rank
         response.finish.attempts = sequence.attempts
     return response
 
 
 def encoded(sequence):
-    return encode_output(encode_head(sequence.request.arrived.request_id, sequence.index), sequence)
+    rest = []
+    message = encode_output(encode_head(sequence.request.arrived.request_id, sequence.index), sequence, rest)
+    assert rest == []
+    return message
 
 
 @given(
@@ -117,3 +121,49 @@ def test_a_long_backlog_that_the_core_packed_is_encoded_whole():
     for token in tokens:
         sequence.append([token], None)
     assert encoded(sequence) == expected(sequence, tokens).SerializeToString()
+
+
+def test_an_answer_that_no_rank_gave_has_no_rank_and_no_attempts():
+    sequence = make_sequence()
+    sequence.attempt, sequence.attempts = None, 0
+    sequence.append([4, 5], None)
+    sequence.finish = "stop"
+    data = encoded(sequence)
+    message = gateway_pb2.GenerateResponse.FromString(data)
+    assert not message.finish.HasField("rank")
+    assert message.finish.HasField("attempts")
+    assert message.finish.attempts == 0
+    assert data == expected(sequence, [4, 5]).SerializeToString()
+
+
+class TestMoreThanAMessageHolds:
+    """What waited for its turn in the preserved order may be far more than a client takes at once."""
+
+    @pytest.mark.parametrize("alternatives", [None, 0, 3, 128])
+    def test_it_is_cut_into_messages_that_together_say_the_same(self, alternatives):
+        sequence = make_sequence()
+        tokens = [2**32 - 1 - number for number in range(300_000 if alternatives is None else 8000)]
+        items = None
+        if alternatives is not None:
+            top = tuple((2**32 - 1, -1.0) for _ in range(alternatives))
+            items = [TokenLogprob(-float(token % 7), top) for token in tokens]
+        sequence.append(tokens, items)
+        sequence.finish = "stop"
+        rest = []
+        messages = [encode_output(encode_head("r", 0), sequence, rest), *rest]
+        assert len(messages) > 1 or alternatives in (0, 3)
+        assert max(map(len, messages)) < 1.1 * FULL_MESSAGE_BYTES
+        joined = gateway_pb2.GenerateResponse()
+        for message in messages:
+            part = gateway_pb2.GenerateResponse.FromString(message)
+            assert (part.request_id, part.HasField("index")) == ("r", True)
+            assert part.HasField("finish") == (message is messages[-1])
+            assert items is None or len(part.logprobs) == len(part.token_ids)
+            joined.MergeFrom(part)
+        assert joined == expected(sequence, tokens, items)
+
+    def test_what_is_never_cut_stays_below_two_mebibytes(self):
+        sequence = make_sequence()
+        top = tuple((2**32 - 1, -1.0) for _ in range(128))
+        sequence.append([2**32 - 1] * 1024, [TokenLogprob(-1.0, top)] * 1024)
+        assert len(encoded(sequence)) < 2 * FULL_MESSAGE_BYTES

@@ -307,6 +307,37 @@ async def test_tokens_of_a_slow_reader_arrive_in_fewer_chunks(family):
         assert len(responses) < 20
 
 
+async def test_what_metadata_says_of_the_caller_reaches_the_core(family):
+    metadata = (("x-tenant-id", "team-a"), ("x-cache-salt", "pepper"), ("x-queue-timeout-ms", "250"))
+    async with serve_engine(family) as edge:
+        call = edge.stub.Generate(edge.request(), metadata=metadata)
+        (wire_id,) = await edge.ranks.wait_sent()
+        arrived = edge.router.find("", "client-1").arrived
+        assert (arrived.tenant, arrived.cache_salt, arrived.queue_timeout_s) == ("team-a", "pepper", 0.25)
+        assert arrived.use_cache
+        edge.ranks.step(wire_id, [9], "stop")
+        await collect(call)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_stored_answer_is_the_same_without_a_rank(family, is_stream):
+    async with serve_engine(family, response_cache={}) as edge:
+        request = edge.request(stream=is_stream, sampling={"temperature": 0.0})
+        call = edge.stub.Generate(request)
+        (wire_id,) = await edge.ranks.wait_sent()
+        edge.ranks.step(wire_id, [11], cached=2)
+        edge.ranks.step(wire_id, [12], "stop")
+        first = await collect(call)
+        call = edge.stub.Generate(request)
+        second = await collect(call)
+        assert second[-1] == first[-1]
+        assert kinds(second) == (["chunk", "complete"] if is_stream else ["complete"])
+        trailing = dict(await call.trailing_metadata())
+        assert trailing["x-rankgate-cache"] == "hit"
+        assert "x-rankgate-rank" not in trailing
+        assert len(edge.ranks.sent) == 1
+
+
 class SlowContext:
     """A transport that is busy while the engine goes on: `meanwhile` runs during the first write."""
 

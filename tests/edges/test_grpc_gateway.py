@@ -62,6 +62,41 @@ async def test_request_ids_come_from_metadata_or_are_made():
         assert dict(await call.trailing_metadata())["x-request-id"] == made
 
 
+CALLER = (("x-tenant-id", "team-a"), ("x-cache-salt", "pepper"), ("x-queue-timeout-ms", "250"))
+
+
+async def test_what_metadata_says_of_the_caller_reaches_the_core():
+    async with serve(count_up) as edge:
+        async for _ in edge.stub.Generate(generate_request(session_id="s", no_cache=True), metadata=CALLER):
+            pass
+        (arrived,) = edge.driver.arrivals
+        assert (arrived.tenant, arrived.cache_salt, arrived.queue_timeout_s) == ("team-a", "pepper", 0.25)
+        assert (arrived.session_id, arrived.use_cache) == ("s", False)
+
+
+async def test_a_tenant_that_no_configuration_could_name_is_refused():
+    async with serve() as edge:
+        error, _ = await stream_failure(edge.stub.Generate(generate_request(), metadata=(("x-tenant-id", "a b"),)))
+        info = error_info(error)
+        assert (error.code(), info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+        assert info.metadata["field"] == "x-tenant-id"
+        assert edge.driver.arrivals == []
+
+
+async def test_an_answer_from_the_cache_has_no_rank_and_says_where_it_came_from():
+    async with serve(lambda driver, request: driver.answer(request, [8, 9])) as edge:
+        call = edge.stub.Generate(generate_request())
+        responses = [response async for response in call]
+        assert tokens_of(responses) == [8, 9]
+        finish = responses[-1].finish
+        assert not finish.HasField("rank")
+        assert finish.HasField("attempts")
+        assert (finish.attempts, finish.completion_tokens) == (0, 2)
+        trailing = dict(await call.trailing_metadata())
+        assert trailing["x-rankgate-cache"] == "hit"
+        assert not {"x-rankgate-rank", "x-rankgate-decision-id"} & set(trailing)
+
+
 async def test_n_sequences_are_told_apart():
     async with serve(count_up) as edge:
         call = edge.stub.Generate(generate_request(sampling={"max_tokens": 3, "n": 3}))

@@ -7,81 +7,12 @@ import pytest
 
 from gateway.core.errors import GatewayError, Reason
 from gateway.edges import grpc_many
-from gateway.edges.grpc_request import RequestReader
 from gateway.v1 import gateway_pb2
 from tests.support.fake_driver import FakeDriver, count_up
-from tests.support.grpc_edge import error_info, generate_request, info_of, make_config, serve, until
+from tests.support.grpc_edge import error_info, generate_request, info_of, serve, until
+from tests.support.many import GatedTransport, Reader, Stream, abort, arrivals, open_stream, start
 
 METHOD = "/gateway.v1.GatewayService/GenerateMany"
-
-
-def start(request_id, **fields):
-    return gateway_pb2.GenerateManyRequest(start=generate_request(request_id=request_id, **fields))
-
-
-def abort(request_id):
-    return gateway_pb2.GenerateManyRequest(abort_request_id=request_id)
-
-
-class Reader:
-    """Collects a stream's responses: tokens and finishes per (id, index), errors in order."""
-
-    def __init__(self, call):
-        self.call = call
-        self.tokens = {}
-        self.finished = []
-        self.errors = []
-        self.messages = 0
-
-    async def read(self):
-        message = await self.call.read()
-        if message is grpc.aio.EOF:
-            return False
-        self.messages += 1
-        assert message.outputs or message.errors
-        for output in message.outputs:
-            self.tokens.setdefault((output.request_id, output.index), []).extend(output.token_ids)
-            if output.HasField("finish"):
-                self.finished.append((output.request_id, output.index))
-        self.errors += [(error.request_id, info_of(error.status)) for error in message.errors]
-        return True
-
-    async def read_until(self, condition):
-        while not condition():
-            assert await self.read()
-
-    async def read_all(self):
-        while await self.read():
-            pass
-
-
-class GatedTransport:
-    """A call's context whose writes finish when `gate` is set."""
-
-    def __init__(self):
-        self.sent = []
-        self.gate = asyncio.Event()
-
-    def invocation_metadata(self):
-        return ()
-
-    def time_remaining(self):
-        return None
-
-    async def send_initial_metadata(self, metadata):
-        pass
-
-    async def write(self, message):
-        self.sent.append(gateway_pb2.GenerateManyResponse.FromString(message))
-        await self.gate.wait()
-
-
-def open_stream(driver):
-    return grpc_many.ManyStream(driver, RequestReader(make_config()), client_key="s", max_live=9)
-
-
-async def arrivals(driver, count):
-    await until(lambda: len(driver.requests) >= count)
 
 
 async def test_many_requests_and_half_close():
@@ -144,6 +75,21 @@ async def test_one_requests_error_leaves_the_others_alone():
         assert await call.code() is grpc.StatusCode.OK
 
 
+async def test_the_streams_metadata_holds_for_all_its_requests():
+    metadata = (("x-tenant-id", "team-a"), ("x-cache-salt", "pepper"), ("x-queue-timeout-ms", "250"))
+    async with serve(count_up) as edge:
+        call = edge.stub.GenerateMany(metadata=metadata)
+        await call.write(start("a", session_id="s1"))
+        await call.write(start("b", session_id="s2", no_cache=True))
+        await call.done_writing()
+        await Reader(call).read_all()
+        first, second = edge.driver.arrivals
+        for arrived in (first, second):
+            assert (arrived.tenant, arrived.cache_salt, arrived.queue_timeout_s) == ("team-a", "pepper", 0.25)
+        assert (first.session_id, second.session_id) == ("s1", "s2")
+        assert (first.use_cache, second.use_cache) == (True, False)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("instruction", "reason", "field"),
@@ -204,7 +150,7 @@ class TestRefusals:
 
     async def test_refusals_that_nobody_reads_stop_the_reading(self, monkeypatch):
         """A client that only writes can't make the gateway remember more than a constant number of errors."""
-        monkeypatch.setattr(grpc_many, "MAX_UNSENT_ERRORS", 8)
+        monkeypatch.setattr(grpc_many, "MAX_UNSENT_REFUSALS", 8)
         driver, transport, taken = FakeDriver(), GatedTransport(), []
         driver.refusal = GatewayError(Reason.GATEWAY_FULL, "full")
 
@@ -244,24 +190,16 @@ class TestAbort:
 
     async def test_an_id_is_taken_until_its_end_has_been_written(self):
         """Otherwise the old request's error could come after the new one's tokens."""
-        driver, transport = FakeDriver(), GatedTransport()
-        instructions = asyncio.Queue()
-
-        async def requests():
-            while (instruction := await instructions.get()) is not None:
-                yield instruction
-
-        stream = open_stream(driver)
-        task = asyncio.create_task(stream.serve(requests(), transport))
-        instructions.put_nowait(start("a"))
+        stream = Stream()
+        driver, transport = stream.driver, stream.transport
+        stream.put(start("a"))
         await until(lambda: driver.requests)
         driver.tokens(driver.requests[0], [1])
         await until(lambda: transport.sent)
-        for instruction in (abort("a"), start("a"), None):
-            instructions.put_nowait(instruction)
-        await until(lambda: stream._errors)
+        stream.put(abort("a"), start("a"), None)
+        await until(lambda: stream.stream._refusals)
         transport.gate.set()
-        await task
+        await stream.task
         assert len(driver.requests) == 1
         reasons = [info_of(error.status).reason for message in transport.sent for error in message.errors]
         assert reasons == ["DUPLICATE_REQUEST_ID", "ABORTED"]

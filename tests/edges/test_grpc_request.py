@@ -3,13 +3,15 @@
 import msgspec
 import pytest
 
+from gateway.config.fields import Name
 from gateway.core.errors import GatewayError, Reason
-from gateway.edges.grpc_request import Call, RequestReader, read_sampling
+from gateway.edges import grpc_request
+from gateway.edges.grpc_request import MAX_CACHE_SALT_BYTES, Call, RequestReader, read_sampling
 from gateway.types import Sampling
 from gateway.v1 import gateway_pb2
 from tests.support.grpc_edge import generate_request, make_config
 
-NOTHING = Call(request_id=None, pinned_rank=None, deadline_at=None)
+NOTHING = Call()
 
 
 class Context:
@@ -66,10 +68,20 @@ def test_every_field_arrives(reader):
             "ignore_eos": True,
         },
     )
-    arrived = read(reader, request, Call(request_id="other", pinned_rank=0, deadline_at=9.0))
+    call = Call(
+        request_id="other",
+        pinned_rank=0,
+        deadline_at=9.0,
+        tenant="team-a",
+        cache_salt="pepper",
+        queue_timeout_s=0.25,
+    )
+    arrived = read(reader, request, call)
     assert (arrived.client_key, arrived.request_id, arrived.prompt_token_ids) == ("c", "a", [7, 8])
     assert (arrived.n, arrived.model, arrived.pinned_rank, arrived.priority) == (2, "m", 0, -3)
     assert (arrived.deadline_at, arrived.arrived_at_unix_s) == (9.0, 1.5)
+    assert (arrived.tenant, arrived.session_id) == ("team-a", "hint")
+    assert (arrived.cache_salt, arrived.use_cache, arrived.queue_timeout_s) == ("pepper", False, 0.25)
     assert arrived.sampling == Sampling(
         max_tokens=5,
         temperature=0.0,
@@ -91,6 +103,8 @@ def test_absent_fields_take_the_defaults_and_max_tokens_what_the_context_leaves(
     arrived = read(reader, gateway_pb2.GenerateRequest(prompt_token_ids=[1] * 96))
     assert arrived.sampling == Sampling(max_tokens=4000)
     assert (arrived.n, arrived.model, arrived.pinned_rank, arrived.deadline_at) == (1, None, None, None)
+    assert (arrived.tenant, arrived.session_id, arrived.cache_salt) == ("", "", "")
+    assert (arrived.use_cache, arrived.queue_timeout_s) == (True, None)
 
 
 def test_a_prompt_without_room_keeps_a_legal_max_tokens_so_that_the_prompt_is_blamed(reader):
@@ -196,3 +210,89 @@ class TestDeadline:
 
 def test_a_call_without_metadata(reader):
     assert reader.call(Context(None), 0.0) == NOTHING
+
+
+class Pairs(list):
+    """Metadata that counts how often it is walked through."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_a_call_that_says_nothing_to_us_is_read_in_one_pass(reader):
+    pairs = Pairs([("user-agent", "grpc-python/1.80.0"), ("x-other-id", "1"), ("traceparent-bin", b"\x00")])
+    assert reader.call(Context(pairs), 0.0) == NOTHING
+    assert pairs.walks == 1
+
+
+def test_all_keys_of_one_call(reader):
+    pairs = [
+        ("user-agent", "x"),
+        ("x-request-id", "first"),
+        ("x-tenant-id", "team-a"),
+        ("x-request-id", "second"),
+        ("x-cache-salt", "pepper"),
+        ("x-queue-timeout-ms", "1500"),
+        ("x-data-parallel-rank", "3"),
+    ]
+    assert reader.call(Context(pairs, remaining=1.0), 10.0) == Call(
+        request_id="first",
+        pinned_rank=3,
+        deadline_at=11.0,
+        tenant="team-a",
+        cache_salt="pepper",
+        queue_timeout_s=1.5,
+    )
+
+
+class TestTenant:
+    @pytest.mark.parametrize("name", ["a", "0", "team-a/b.c_d", "A" * 128])
+    def test_what_the_configuration_could_name_is_let_in(self, reader, name):
+        assert reader.call(Context([("x-tenant-id", name)]), 0.0).tenant == name
+
+    def test_the_rule_is_that_of_names_in_the_configuration(self):
+        (rule,) = (item for item in Name.__metadata__ if item.pattern)
+        assert rule.pattern == f"^{grpc_request._TENANT.pattern}$(?!\\n)"
+
+    @pytest.mark.parametrize("name", ["", " ", "-a", "a b", "a\n", "é", "a@b", "A" * 129, "a\x00"])
+    def test_anything_else_is_refused_by_name(self, reader, name):
+        error = refused(reader.call, Context([("x-tenant-id", name)]), 0.0)
+        assert (error.reason, error.facts["field"]) == (Reason.INVALID_REQUEST, "x-tenant-id")
+
+
+class TestQueueTimeout:
+    def test_it_is_in_milliseconds(self, reader):
+        assert reader.call(Context([("x-queue-timeout-ms", "1")]), 0.0).queue_timeout_s == 0.001
+
+    @pytest.mark.parametrize("text", ["", "0", "000", "-1", "+1", "1.5", "1e3", " 1", "x", "\u0661", "1" * 11])
+    def test_what_is_no_positive_whole_number_is_refused(self, reader, text):
+        error = refused(reader.call, Context([("x-queue-timeout-ms", text)]), 0.0)
+        assert (error.reason, error.facts["field"]) == (Reason.INVALID_REQUEST, "x-queue-timeout-ms")
+
+
+class TestSizes:
+    def test_a_cache_salt_is_bounded_in_bytes(self, reader):
+        longest = "é" * (MAX_CACHE_SALT_BYTES // 2)
+        assert reader.call(Context([("x-cache-salt", longest)]), 0.0).cache_salt == longest
+        error = refused(reader.call, Context([("x-cache-salt", longest + "x")]), 0.0)
+        assert (error.reason, error.facts["field"]) == (Reason.INVALID_REQUEST, "x-cache-salt")
+
+    def test_a_session_id_is_bounded_in_bytes(self, reader):
+        longest = "é" * 128
+        assert read(reader, generate_request(session_id=longest)).session_id == longest
+        error = refused(read, reader, generate_request(session_id=longest + "x"))
+        assert (error.reason, error.facts["field"]) == (Reason.INVALID_REQUEST, "session_id")
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "other"),
+    [("x-tenant-id", "a", "b"), ("x-cache-salt", "a", "b"), ("x-queue-timeout-ms", "1", "2")],
+)
+def test_a_call_may_repeat_itself_but_not_contradict_itself(reader, key, one, other):
+    agreeing = reader.call(Context([(key, one), (key, one)]), 0.0)
+    assert agreeing == reader.call(Context([(key, one)]), 0.0) != NOTHING
+    error = refused(reader.call, Context([(key, one), (key, other)]), 0.0)
+    assert (error.reason, error.facts["field"]) == (Reason.INVALID_REQUEST, key)

@@ -12,7 +12,9 @@ from gateway.edges.grpc_status import CODES, STATUS_KEY, abort_with, to_status
 from tests.support.grpc_edge import info_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
-ROW = re.compile(r"\| `(?P<reason>[A-Z_]+)` \| `(?P<code>[A-Z_]+)` \| (?P<retry>yes|no) \| (.+) \| (?P<step>.+) \|")
+ROW = re.compile(
+    r"\| `(?P<reason>[A-Z_]+)` \| `(?P<code>[A-Z_]+)` \| (?P<retry>yes|no|depends) \| (.+) \| (?P<step>.+) \|"
+)
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -30,6 +32,27 @@ def test_the_document_lists_exactly_the_reasons_with_their_codes_and_next_steps(
     assert [row["reason"] for row in rows] == [reason.value for reason in Reason]
     assert {row["reason"]: row["code"] for row in rows} == {r.value: CODES[r].name for r in Reason}
     assert all(row["step"].strip().endswith(".") for row in rows)
+
+
+def test_only_an_objective_may_be_out_of_reach_for_now_or_for_good():
+    rows = [row for line in DOCUMENT.read_text().splitlines() if (row := ROW.fullmatch(line))]
+    assert [row["reason"] for row in rows if row["retry"] == "depends"] == ["SLO_UNATTAINABLE"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (Reason.KV_TOO_SMALL, grpc.StatusCode.INVALID_ARGUMENT),
+        (Reason.TENANT_LIMIT, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Reason.QUEUE_TIMEOUT, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Reason.ORDER_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Reason.SLO_UNATTAINABLE, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Reason.MAX_AGE_EXCEEDED, grpc.StatusCode.DEADLINE_EXCEEDED),
+    ],
+)
+def test_overload_is_told_apart_from_what_can_never_work(reason, code):
+    assert CODES[reason] is code
 
 
 def test_facts_become_strings_and_absent_ones_are_left_out():

@@ -7,14 +7,15 @@ import pytest
 
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
+from gateway.core.request import Attempt, Request
 from gateway.edges.grpc_gateway import GenerateStream
 from gateway.edges.grpc_request import Call
-from gateway.edges.grpc_stream import serve_request, trailing_metadata
+from gateway.edges.grpc_stream import StreamSink, serve_request, trailing_metadata
 from gateway.types import Sampling
 from gateway.v1 import gateway_pb2
 from tests.support.fake_driver import FakeDriver, count_up
 
-CALL = Call(request_id=None, pinned_rank=None, deadline_at=None)
+CALL = Call()
 
 
 class Transport:
@@ -170,7 +171,7 @@ async def test_a_refusal_echoes_the_request_id():
 )
 async def test_cancelling_the_handler_ends_the_request_and_reraises(deadline_at, reason):
     driver, transport = FakeDriver(), Transport()
-    call = Call(request_id=None, pinned_rank=None, deadline_at=deadline_at)
+    call = Call(deadline_at=deadline_at)
     _, handler = start(driver, transport, call=call)
     task = asyncio.create_task(handler)
     await settle()
@@ -194,7 +195,6 @@ async def test_a_closed_sink_keeps_nothing():
     await settle()
     assert request.is_ended
     assert not stream.pending
-    assert not stream.ended
 
 
 async def test_a_transport_that_fails_ends_the_request():
@@ -252,12 +252,58 @@ async def test_cancellation_at_every_await_leaves_nothing():
     assert steps > 20
 
 
-async def test_trailing_metadata_of_a_request_that_reached_no_rank():
-    driver = FakeDriver()
+def bare_request(n=1):
+    """An accepted request that nobody has dispatched; accepted at 10.0."""
     arrived = RequestArrived(
-        client_key="", request_id="r", prompt_token_ids=[1], sampling=Sampling(max_tokens=1), sink=GenerateStream()
+        client_key="", request_id="r", prompt_token_ids=[1], sampling=Sampling(max_tokens=1), n=n, sink=GenerateStream()
     )
-    request = driver.submit(arrived)
-    request.sequences[0].attempt = None
-    request.decision_id = None
-    assert dict(trailing_metadata(request)) == {"x-rankgate-queue-ms": "0.000"}
+    return Request(1, arrived, 10.0)
+
+
+def dispatch(sequence, rank, sent_at):
+    sequence.attempt = Attempt(sequence, "w", 1, rank, 1, sent_at)
+
+
+class TestTrailingMetadata:
+    def test_of_a_request_that_reached_no_rank_the_wait_ends_with_it(self):
+        request = bare_request()
+        assert dict(trailing_metadata(request)) == {"x-rankgate-queue-ms": "0.000"}
+        request.ended_at = 10.75
+        assert dict(trailing_metadata(request)) == {"x-rankgate-queue-ms": "750.000"}
+
+    def test_the_wait_is_that_of_the_sequence_that_was_dispatched_first(self):
+        request = bare_request(n=3)
+        dispatch(request.sequences[1], 4, 10.5)
+        dispatch(request.sequences[2], 2, 10.25)
+        request.ended_at = 20.0
+        assert dict(trailing_metadata(request)) == {"x-rankgate-rank": "4,2", "x-rankgate-queue-ms": "250.000"}
+
+    def test_a_stored_answer_says_so(self):
+        request = bare_request()
+        request.is_cached = True
+        request.ended_at = 10.0
+        assert dict(trailing_metadata(request)) == {"x-rankgate-cache": "hit", "x-rankgate-queue-ms": "0.000"}
+
+
+class TestSink:
+    """Output and ends keep the order in which the driver brought them."""
+
+    def test_what_was_first_flushed_goes_first(self):
+        sink = StreamSink()
+        first, second = bare_request(), bare_request()
+        sink.flush(first.sequences[0])
+        sink.end(first)
+        sink.flush(second.sequences[0])
+        sink.end(second)
+        assert list(sink.pending) == [first.sequences[0], first, second.sequences[0], second]
+
+    def test_a_reader_that_was_too_slow_loses_its_own_output_only(self):
+        sink = StreamSink()
+        ok, slow, other = bare_request(), bare_request(n=2), bare_request()
+        sink.flush(ok.sequences[0])
+        sink.flush(slow.sequences[1])
+        sink.end(ok)
+        sink.flush(other.sequences[0])
+        slow.error = GatewayError(Reason.SLOW_READER, "too slow")
+        sink.end(slow)
+        assert list(sink.pending) == [ok.sequences[0], ok, other.sequences[0], slow]

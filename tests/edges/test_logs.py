@@ -16,12 +16,13 @@ from gateway.core.effects import RequestEnded
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import AbortAll, RankLost
 from gateway.edges import logs
+from gateway.types import Sampling
 from tests.support.core import Bench, wire_id
 
 FIELDS = {
     *("timestamp", "level", "event", "logger", "request_id", "rpc", "outcome", "error", "decision_id"),
     *("rank", "incarnation", "ranks", "pinned_rank"),
-    *("prompt_tokens", "completion_tokens", "cached_tokens", "n", "ttft_ms", "e2e_ms", "attempts"),
+    *("prompt_tokens", "completion_tokens", "cached_tokens", "n", "queue_ms", "ttft_ms", "e2e_ms", "attempts"),
 }
 
 
@@ -214,6 +215,7 @@ def test_the_terminal_line_of_a_success():
         "completion_tokens": 4,
         "cached_tokens": 3,
         "n": 2,
+        "queue_ms": 0.0,
         "ttft_ms": 250.0,
         "e2e_ms": 1000.0,
         "attempts": 2,
@@ -264,8 +266,58 @@ def test_faults_are_warnings_and_the_callers_own_ends_are_not(reason):
     assert (line["outcome"], line["error"], line["rpc"]) == (reason.value, "what to do about it", "unknown")
     is_fault = reason.name in {
         *("RANK_LOST", "SEND_FAILED", "ENGINE_REJECTED", "ENGINE_ERROR", "DATA_LOSS", "SLOW_READER", "INTERNAL"),
+        "MAX_AGE_EXCEEDED",
     }
     assert line["level"] == ("warning" if is_fault else "info")
+
+
+QUEUE = {"scheduling": {"mode": "queue", "queue": {"max_in_flight_per_rank": 1}}}
+
+
+def test_the_wait_for_a_rank_is_logged_apart_from_the_rest():
+    stream = configured()
+    bench = LoggedBench(1, **QUEUE)
+    first, second = bench.request(), bench.request()
+    bench.now += 0.75
+    bench.finish(first)
+    bench.now += 0.5
+    bench.finish(second)
+    assert [(line["queue_ms"], line["e2e_ms"]) for line in lines(stream)] == [(0.0, 750.0), (750.0, 1250.0)]
+
+
+def test_a_request_that_no_rank_got_has_a_line_too():
+    stream = configured()
+    bench = LoggedBench(1, **QUEUE)
+    bench.request()
+    queued = bench.request()
+    bench.now += 2.0
+    bench.cancel(queued, Reason.CANCELLED)
+    (line,) = lines(stream)
+    assert (line["outcome"], line["queue_ms"], line["attempts"]) == ("CANCELLED", 2000.0, 0)
+    assert (line["rank"], line["incarnation"], line["ranks"]) == (None, None, None)
+
+
+def test_a_stored_answer_says_so_and_a_tenant_its_name():
+    stream = configured()
+    bench = LoggedBench(1, response_cache={})
+    greedy = Sampling(max_tokens=4, temperature=0.0)
+    bench.finish(bench.request(sampling=greedy, tenant="team-a"))
+    bench.request(sampling=greedy, tenant="team-a")
+    bench.finish(bench.request(sampling=greedy, use_cache=False))
+    asked, stored, other = lines(stream)
+    assert (asked["tenant"], stored["tenant"]) == ("team-a", "team-a")
+    assert stored["cached"] is True
+    assert (stored["rank"], stored["attempts"], stored["queue_ms"], stored["completion_tokens"]) == (None, 0, 0.0, 1)
+    assert not {"cached", "batch"} & set(asked)
+    assert not {"cached", "tenant"} & set(other)
+
+
+def test_the_number_of_its_batch_is_logged():
+    stream = configured()
+    bench = LoggedBench(1, scheduling={"mode": "batch", "batch": {"window_ms": 0}})
+    for _ in range(2):
+        bench.finish(bench.request())
+    assert [line["batch"] for line in lines(stream)] == [1, 2]
 
 
 def test_exactly_one_line_per_accepted_request_however_it_ends():

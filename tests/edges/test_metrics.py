@@ -18,7 +18,8 @@ from gateway.edges import metrics
 from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges.engine_link.counters import LinkCounters
 from gateway.edges.logs import LineLogger
-from gateway.edges.metrics import TTFT_BOUNDS, Histogram
+from gateway.edges.metrics import TTFT_BOUNDS
+from gateway.edges.metrics_families import Histogram
 from gateway.types import EngineBatch
 from gateway.wire.common import Fault, Noise
 from tests.support.core import load, make_info, wire_id
@@ -46,8 +47,8 @@ def test_types_helps_and_labels_are_the_catalogue_s():
 
 
 def test_every_counter_of_the_core_has_a_metric():
-    # `ended` is what `requests_total` says, which has the call and its status code besides.
-    assert set(catalogue.CORE_COUNTERS) == set(Counters.__slots__) - {"ended"}
+    # `ended` is what `requests_total` says, which has the call and its status code besides; the sizes are a histogram.
+    assert set(catalogue.CORE_COUNTERS) == set(Counters.__slots__) - {"ended", "batch_sizes"}
 
 
 LINK_VALUES = vars(LinkCounters())
@@ -369,6 +370,7 @@ def test_scrapes_in_a_thread_survive_a_core_at_work():
         for number in range(200):
             request = world.request(sink=SinkOf(f"rpc{number}"))
             world.router.counters.ended[f"reason{number}"] = 0
+            world.scheduled.counters.batch_sizes[number] = 1
             world.finish_all(request, load=load(1, 1, 0.5))
     assert not failures
 

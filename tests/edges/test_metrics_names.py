@@ -52,6 +52,9 @@ ABBREVIATED = {
 }
 
 
+UNITS = ("seconds", "sequences")
+
+
 def lint(spec):
     """What the linter would object to."""
     name, words = spec.full_name, spec.full_name.split("_")
@@ -67,7 +70,7 @@ def lint(spec):
         yield "not a base unit"
     if set(words) & {"gauge", "counter", "histogram", "summary"}:
         yield "the type in the name"
-    if spec.kind in ("histogram", "summary") and not name.endswith("_seconds"):
+    if spec.kind in ("histogram", "summary") and words[-1] not in UNITS:
         yield "no unit"
     if set(spec.labels) & {"le", "quantile", "job", "instance"}:
         yield "a reserved label"

@@ -120,6 +120,29 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path, mode):
         StateStore(tmp_path).open()
 
 
+def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(StateStoreError, match=r"belongs to user \d+, not to user 4711"):
+        StateStore(tmp_path).open()
+
+
+def test_a_link_to_the_directory_is_refused(tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(StateStoreError, match="symbolic"):
+        StateStore(tmp_path / "link").open()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(store):
+    store.close()
+    lock = store.directory / "lock"
+    lock.rename(store.directory / "elsewhere")
+    lock.symlink_to(store.directory / "elsewhere")
+    with pytest.raises(OSError):
+        store.open()
+
+
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StateStoreError):

@@ -1,7 +1,7 @@
 """A driver for northbound tests: real core objects, a scripted engine, no ranks.
 
-Like the real one it flushes once per loop turn, and ends requests after their last flush. It keeps the books that the
-tests ask about: `live` must be empty at the end of every test.
+Like the real one it passes on once per loop turn what there is, in order, and a request's end after its last flush. It
+keeps the books that the tests ask about: `live` must be empty at the end of every test.
 """
 
 import asyncio
@@ -11,7 +11,9 @@ from typing import Any
 
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
+from gateway.core.lifecycle import Phase
 from gateway.core.request import Attempt, Request
+from gateway.core.request import Sequence as Continuation
 from gateway.core.views import RankView
 from gateway.types import FinishReason, TokenLogprob
 
@@ -63,6 +65,12 @@ class FakeRouter:
         self.by_client: dict[tuple[str, str], Request] = {}
         self.views = [make_view(rank) for rank in range(4)]
         self.decisions = FakeDecisions()
+        self.cached = (0, 0)
+
+    def flush_cache(self) -> tuple[int, int]:
+        """Entries and bytes that were there."""
+        cached, self.cached = self.cached, (0, 0)
+        return cached
 
     def find(self, client_key: str, request_id: str) -> Request | None:
         return self.by_client.get((client_key, request_id))
@@ -90,8 +98,7 @@ class FakeDriver:
         self.requests: list[Request] = []
         self.live: dict[int, Request] = {}
         self.max_backlog_bytes = 1 << 20
-        self._dirty: list[Any] = []
-        self._ended: list[Request] = []
+        self._dirty: list[Continuation | Request] = []
         self._is_scheduled = False
 
     def submit(self, arrived: RequestArrived) -> Request:
@@ -143,14 +150,23 @@ class FakeDriver:
             self.end(request, GatewayError(Reason.SLOW_READER, "too slow", limit_bytes=self.max_backlog_bytes))
         self._schedule()
 
+    def answer(self, request: Request, token_ids: Sequence[int], finish: FinishReason = "stop") -> None:
+        """The whole answer comes from the response cache: no rank, no decision."""
+        request.is_cached = True
+        request.decision_id = None
+        for sequence in request.sequences:
+            sequence.attempt, sequence.attempts = None, 0
+            self.tokens(request, token_ids, index=sequence.index, finish=finish)
+
     def end(self, request: Request, error: GatewayError | None = None) -> None:
         if request.is_ended:
             return
-        request.is_ended = True
+        request.phase = Phase.ENDED
+        request.ended_at = self.clock()
         request.error = error
         del self.live[request.handle]
         del self.router.by_client[request.arrived.client_key, request.arrived.request_id]
-        self._ended.append(request)
+        self._dirty.append(request)
         self._schedule()
 
     def cancel(self, request: Request, reason: Reason) -> None:
@@ -164,11 +180,11 @@ class FakeDriver:
     def _flush(self) -> None:
         self._is_scheduled = False
         dirty, self._dirty = self._dirty, []
-        for sequence in dirty:
-            sequence.request.sink.flush(sequence)
-        ended, self._ended = self._ended, []
-        for request in ended:
-            request.sink.end(request)
+        for item in dirty:
+            if isinstance(item, Request):
+                item.sink.end(item)
+            else:
+                item.request.sink.flush(item)
 
 
 def count_up(driver: FakeDriver, request: Request) -> None:

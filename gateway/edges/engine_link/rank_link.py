@@ -23,7 +23,7 @@ from enum import Enum
 import zmq
 
 from gateway.config.schema import Group
-from gateway.core.events import RankJoined, RankLost, SendFailed
+from gateway.core.events import RankJoined, RankLost, SendBlocked, SendFailed
 from gateway.edges.engine_link.channel import Channel
 from gateway.edges.engine_link.connections import source_fd
 from gateway.edges.engine_link.env import LinkEnv
@@ -271,7 +271,7 @@ class RankLink:
 
     def on_writable(self) -> None:
         """The request socket may take more."""
-        if self._sender is not None:
+        if self._sender is not None and self._loss is None:
             self._sender.flush()
 
     def _begin_loss(self, cause: str, *, expects_rows: bool) -> None:
@@ -285,6 +285,9 @@ class RankLink:
             is_output_up=lambda: expects_rows and output.connections.is_up,
             finish=self._finish_loss,
         )
+        # Until the loss is announced the core must not take the rank for one with room: rows that are still read free
+        # slots, and each of them would draw a queued request into a send that fails.
+        self._env.events.defer(SendBlocked(self.rank, self.incarnation))
 
     def _finish_loss(self) -> None:
         assert self._loss is not None

@@ -203,6 +203,9 @@ class EngineService(ABC):
             n=wanted.n,
             pinned_rank=self._reader.pin(wanted.pinned_rank, call),
             deadline_at=self._reader.deadline_at(call, self._driver.clock()),
+            tenant=call.tenant,
+            cache_salt=call.cache_salt,
+            queue_timeout_s=call.queue_timeout_s,
             arrived_at_unix_s=time.time(),
             sink=writer,
         )

@@ -1,0 +1,63 @@
+"""How plain numbers become metric families: what the collectors share."""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from gateway.edges.metrics_catalogue import Spec
+
+Series = tuple[tuple[str, ...], float]
+"""Label values and a number."""
+
+
+class Histogram:
+    """Bucket counts in a plain list. `observe` costs one bisection."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Count `value`, in the unit of the metric's name, `weight` times."""
+        self.counts[bisect_left(self.bounds, value)] += weight
+        self.total += value * weight
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """`(le, count of values <= le)` pairs, the last one `+Inf`."""
+        running = 0
+        pairs: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts[:], strict=True):
+            running += count
+            pairs.append((bound, float(running)))
+        return pairs
+
+
+def make_family(spec: Spec, series: list[Series]) -> Metric:
+    """A counter or gauge family."""
+    kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    family = kind(spec.full_name, spec.help, labels=spec.labels)
+    for labels, value in series:
+        family.add_metric(labels, value)
+    return family
+
+
+def make_histogram(spec: Spec, histograms: Iterable[tuple[tuple[str, ...], Histogram]]) -> Metric:
+    """A histogram family; each histogram with its label values."""
+    family = HistogramMetricFamily(spec.full_name, spec.help, labels=spec.labels)
+    for labels, histogram in histograms:
+        family.add_metric(labels, histogram.cumulative(), histogram.total)
+    return family
+
+
+def series_of(value: object) -> list[Series]:
+    """A number, one number per rank, or numbers by a bounded key."""
+    if isinstance(value, list):
+        return [((str(rank),), count) for rank, count in enumerate(value[:])]
+    if isinstance(value, dict):
+        return [((str(key),), count) for key, count in value.copy().items()]
+    assert isinstance(value, int)
+    return [((), value)]

@@ -1,0 +1,96 @@
+"""The HTTP server of the metrics page: a thread for each scrape, with TLS and a token where the listeners have them.
+
+The metrics library's own server makes its TLS handshakes in the thread that accepts, so that one silent client would
+keep all others out, and it keeps the first certificate for ever. Here both belong to the connection.
+"""
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from gateway.edges.auth import Authenticator
+
+_SILENCE_S = 10.0
+_REFUSED = b"a valid token is missing: send the header `Authorization: Bearer TOKEN`\n"
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class PageServer(ThreadingMixIn, WSGIServer):
+    """Serves one WSGI application. `close` ends it."""
+
+    daemon_threads = True
+    tls_context: Callable[[], ssl.SSLContext] | None = None
+    _thread: threading.Thread
+
+    def run(self) -> None:
+        """Serve in a thread from now on."""
+        self._thread = threading.Thread(target=self.serve_forever, name="metrics page", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accept no more, and wait for the thread."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve one connection; in its own thread."""
+        request.settimeout(_SILENCE_S)
+        if self.tls_context is None:
+            super().finish_request(request, client_address)
+            return
+        with self.tls_context().wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that left, or that speaks no TLS, is no fault of this process."""
+
+
+class _SilentHandler(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def log_message(self, *_: Any) -> None:
+        """Write no access log."""
+
+
+def serve_page(
+    host: str,
+    port: int,
+    registry: CollectorRegistry,
+    *,
+    tls_context: Callable[[], ssl.SSLContext] | None = None,
+    authenticator: Authenticator | None = None,
+) -> PageServer:
+    """Serve the registry's metrics at every path, in threads. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+
+    class Server(PageServer):
+        address_family = found[0]
+
+    app: App = make_wsgi_app(registry)
+    if authenticator is not None:
+        app = _guarded(app, authenticator)
+    server = make_server(str(found[4][0]), port, app, Server, _SilentHandler)
+    server.tls_context = tls_context
+    server.run()
+    return server
+
+
+def _guarded(app: App, authenticator: Authenticator) -> App:
+    def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        failure = authenticator.check_header(environ.get("HTTP_AUTHORIZATION"))
+        if failure is None:
+            return app(environ, start_response)
+        authenticator.refuse(failure, f"{environ.get('REMOTE_ADDR')}")
+        headers = [("Content-Type", "text/plain; charset=utf-8"), ("WWW-Authenticate", "Bearer")]
+        start_response("401 Unauthorized", [*headers, ("Content-Length", str(len(_REFUSED)))])
+        return [_REFUSED]
+
+    return call

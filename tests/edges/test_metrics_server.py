@@ -1,0 +1,155 @@
+"""The metrics page with TLS and tokens, and with clients that say nothing."""
+
+import http.client
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from gateway.edges import metrics_server
+from gateway.edges.security import Security
+from tests.support.certificates import Authority, token, write
+from tests.support.grpc_edge import make_config
+from tests.support.metrics_world import World
+from tests.support.secured_edge import Tokens
+
+WAIT_S = 20
+
+
+@contextmanager
+def page(**listen):
+    """A page that is served with keys of `listen` set; gives its port and what protects it."""
+    security = Security(make_config(listen=listen).listen)
+    security.load()
+    world = World(1)
+    world.metrics._security = security
+    port = world.metrics.start("127.0.0.1", 0)
+    try:
+        yield port, security
+    finally:
+        world.metrics.stop()
+
+
+def look(security):
+    for watched in security._watched():
+        watched.apply(watched.look())
+
+
+def client_context(authority, files=None):
+    context = ssl.create_default_context(cadata=authority.pem.decode())
+    if files is not None:
+        context.load_cert_chain(files.cert, files.key)
+    return context
+
+
+def fetch(port, context=None, authorization=None):
+    """Status and text of the page. Raises OSError where there is no connection."""
+    scheme = "http" if context is None else "https"
+    request = urllib.request.Request(f"{scheme}://127.0.0.1:{port}/metrics")
+    if authorization is not None:
+        request.add_header("Authorization", authorization)
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S, context=context) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def is_served(port, context):
+    try:
+        status, text = fetch(port, context)
+    except (OSError, http.client.HTTPException):
+        return False
+    assert status == 200
+    assert "rankgate_build_info" in text
+    return True
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def served(authority):
+    return authority.files("gateway")
+
+
+def test_with_certificates_the_page_speaks_tls_only(authority, served, tmp_path):
+    with page(tls=served.settings) as (port, _):
+        assert is_served(port, client_context(authority))
+        assert not is_served(port, None)
+        assert not is_served(port, client_context(Authority(tmp_path, "stranger")))
+
+
+def test_with_a_client_ca_a_scraper_needs_a_certificate(authority, served, tmp_path):
+    stranger = Authority(tmp_path, "stranger").client("other")
+    with page(tls=served.settings | {"client_ca_file": str(authority.path)}) as (port, _):
+        assert is_served(port, client_context(authority, authority.client()))
+        assert not is_served(port, client_context(authority))
+        assert not is_served(port, client_context(authority, stranger))
+
+
+def test_a_renewed_certificate_is_for_new_connections_and_a_broken_one_is_not(authority, served, tmp_path):
+    successor = Authority(tmp_path, "successor")
+    with page(tls=served.settings) as (port, security):
+        served.replace(successor.issue())
+        look(security)
+        assert is_served(port, client_context(successor))
+        assert not is_served(port, client_context(authority))
+        write(served.cert, b"junk")
+        look(security)
+        assert is_served(port, client_context(successor))
+
+
+def test_the_page_wants_a_token_of_either_kind(tmp_path):
+    tokens = Tokens(tmp_path)
+    with page(auth=tokens.settings) as (port, security):
+        for each in (tokens.client, tokens.operator):
+            assert fetch(port, authorization=f"Bearer {each}")[0] == 200
+        for header in (None, "", "Basic eDp5", f"Bearer {token()}", tokens.client):
+            status, text = fetch(port, authorization=header)
+            assert status == 401
+            assert text == "a valid token is missing: send the header `Authorization: Bearer TOKEN`\n"
+        authenticator = security.authenticator("metrics")
+        assert authenticator.failures == {"missing": 1, "malformed": 3, "unknown": 1, "not_admin": 0}
+        _, text = fetch(port, authorization=f"Bearer {tokens.client}")
+        assert 'rankgate_auth_failures_total{listener="metrics",reason="malformed"} 3.0' in text
+        assert 'rankgate_credential_loads_total{files="tokens",outcome="loaded"} 1.0' in text
+        assert not [each for each in (tokens.client, tokens.operator) if each in text]
+
+
+def test_a_refusal_names_its_scheme(tmp_path):
+    with page(auth=Tokens(tmp_path).settings) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+        connection.close()
+
+
+@pytest.mark.parametrize("is_secure", [False, True], ids=["plaintext", "tls"])
+def test_clients_that_say_nothing_keep_nobody_out_and_are_dropped(authority, served, monkeypatch, is_secure):
+    monkeypatch.setattr(metrics_server, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(metrics_server._SilentHandler, "timeout", 0.2)
+    context = client_context(authority) if is_secure else None
+    with page(**({"tls": served.settings} if is_secure else {})) as (port, _):
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) for _ in range(3)]
+        started = time.monotonic()
+        assert is_served(port, context)
+        assert time.monotonic() - started < WAIT_S / 2
+        for client in silent:
+            assert client.recv(1) == b""
+            client.close()
+
+
+def test_a_client_without_tls_writes_nothing_to_stderr(served, capfd):
+    with page(tls=served.settings) as (port, _):
+        for _ in range(2):
+            assert not is_served(port, None)
+    assert capfd.readouterr().err == ""
