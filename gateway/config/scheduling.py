@@ -109,7 +109,7 @@ class Queue(Strict, frozen=True, kw_only=True):
     gate_tokens: Annotated[
         Tokens,
         Meta(description="the same in prompt tokens; without a predictor, or while a rank's decode step is unknown"),
-    ] = 2048
+    ] = 8192
     max_in_flight_per_rank: Annotated[
         Count | None, Meta(description="sequences in flight per rank; null: the rank's max_num_seqs, if it said so")
     ] = None
@@ -125,7 +125,11 @@ class Queue(Strict, frozen=True, kw_only=True):
     ] = None
     max_hold_s: Annotated[Seconds, Meta(description="longest time that hold_ratio keeps a request back")] = 1.0
     max_wait_s: Annotated[
-        Seconds | None, Meta(description="requests that waited longer go first, oldest first; null: never")
+        Seconds | None,
+        Meta(
+            description="requests in time that waited longer go first, oldest first; with fair only within their tenant;"
+            " null: never"
+        ),
     ] = 30.0
     timeout_s: Annotated[Seconds | None, Meta(description="longest wait; null: the request's deadline alone")] = None
     timeout_action: Annotated[

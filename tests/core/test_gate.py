@@ -117,14 +117,15 @@ def test_gate_ms_bounds_the_predicted_work_that_has_not_started():
     assert ranks.state(now=0.0) == "unstarted_work"
 
 
-def test_the_heads_time_counts_as_done_but_no_more_than_its_prediction():
+def test_the_time_since_the_head_became_head_counts_as_done_for_all_that_wait():
     ranks = Ranks(predictor=model(), gate_ms=20)
     ranks.load(**pending(30_000, 15_000, since=50.0))
     assert ranks.state(now=50.0) == "unstarted_work"
     assert ranks.state(now=50.0249) == "unstarted_work"
     assert ranks.state(now=50.0251) == "open"
     ranks.load(**pending(30_000, 20_000, since=50.0))
-    assert ranks.state(now=9999.0) == "unstarted_work", "an overrun says nothing about those behind it"
+    assert ranks.state(now=50.0299) == "unstarted_work"
+    assert ranks.state(now=50.0301) == "open", "an engine works on those behind the head too"
 
 
 def test_a_head_from_the_future_is_no_credit_and_no_debt():
