@@ -81,6 +81,8 @@ class Gateway:
             grpc=self.servers.grpc_address,
             admin=self.servers.admin_address,
             metrics=self.config.listen.metrics,
+            tls=self.config.listen.tls is not None,
+            auth=self.config.listen.auth is not None,
             handshakes=self.link.handshake_addresses,
             ranks=self.router.ranks.size,
             policy=self.config.policy.preset or "custom",

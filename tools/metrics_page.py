@@ -10,10 +10,11 @@ _INTRO = """\
 
 # Metrics
 
-Served in the Prometheus format at `http://<listen.metrics>/metrics`, on a port of its own.
+Served in the Prometheus format at `http://<listen.metrics>/metrics`, on a port of its own; `https` and with a token where
+`listen.tls` and `listen.auth` are set ([operations.md](operations.md#security)).
 Times are in seconds. `rank` is the rank's global number, `tenant` one that `admission.tenants.named` lists, or `(none)`
 for calls that name none; others have no series. What a rank has not reported and what the configuration switches off
-(the queue in mode direct, the predictor, the preserved order, the response cache) has no series, rather than a zero.
+(the queue in mode direct, the predictor, the preserved order, the response cache, TLS, tokens) has no series, rather than a zero.
 `process_*` metrics of the gateway's own process come on top.
 """
 
@@ -35,6 +36,7 @@ def _values() -> Iterator[str]:
     counters = catalogue.CORE_COUNTERS
     yield from _table("event", catalogue.LINK_EVENTS, catalogue.LINK_EVENT_VALUES)
     yield from _table("outcome", catalogue.QUEUE_DURATION, catalogue.QUEUE_OUTCOME_VALUES)
+    yield from _table("reason", catalogue.AUTH_FAILURES, catalogue.AUTH_FAILURE_VALUES)
     yield from _table("reason", counters["dispatch_reasons"], catalogue.DISPATCH_REASON_VALUES)
     yield from _table("evidence", counters["releases"], catalogue.EVIDENCE_VALUES)
     yield from _table("kind", counters["audit_findings"], catalogue.AUDIT_VALUES)

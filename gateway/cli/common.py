@@ -1,9 +1,10 @@
 """What the commands share: options, loading with exit codes, and calling a running gateway."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import click
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:  # only names for the type checker: importing these takes long
 EXIT_RUNTIME = 1
 EXIT_USAGE = 2
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
 
 config_option = click.option(
     "-c",
@@ -26,6 +28,56 @@ config_option = click.option(
     metavar="FILE",
     help="Configuration file (YAML or JSON).",
 )
+
+
+def _file_option(name: str, help_text: str) -> Callable[[_CommandT], _CommandT]:
+    variable = f"RANKGATE_{name.upper()}"
+    flag = f"--{name.replace('_', '-')}"
+    return click.option(
+        flag, type=click.Path(path_type=Path), envvar=variable, show_envvar=True, metavar="FILE", help=help_text
+    )
+
+
+_ACCESS_OPTIONS = (
+    click.option("--tls", is_flag=True, envvar="RANKGATE_TLS", show_envvar=True,
+                 help="Connect with TLS and the usual CAs; --ca-file and --cert-file imply it."),
+    _file_option("ca_file", "Connect with TLS; the gateway's certificate is one that these (PEM) signed."),
+    _file_option("cert_file", "Certificate (PEM) for a gateway that asks for one."),
+    _file_option("key_file", "Its private key (PEM)."),
+    click.option("--server-name", metavar="NAME", envvar="RANKGATE_SERVER_NAME", show_envvar=True,
+                 help="Name in the gateway's certificate, where it isn't that of the address."),
+    _file_option("token_file", "Call with the first token in this file."),
+)  # fmt: skip
+
+
+def access_options(command: _CommandT) -> _CommandT:
+    """How to connect to a gateway: the keyword arguments of `Access`."""
+    for option in reversed(_ACCESS_OPTIONS):
+        command = option(command)
+    return command
+
+
+class Access(NamedTuple):
+    """How to connect to a gateway, as the options say."""
+
+    tls: bool = False
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    server_name: str | None = None
+    token_file: Path | None = None
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether to speak TLS."""
+        return self.tls or self.ca_file is not None or self.cert_file is not None
+
+
+class Connection(NamedTuple):
+    """A channel to a gateway, and the metadata that every call on it takes."""
+
+    channel: "grpc.Channel"
+    metadata: tuple[tuple[str, str], ...]
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -45,20 +97,71 @@ def load_config_or_exit(path: Path) -> "Config":
 
 
 @contextmanager
-def open_channel(address: str) -> Iterator["grpc.Channel"]:
-    """Connect to a running gateway; a failed call is printed and exits with 1."""
+def connect(address: str, access: Access) -> Iterator[Connection]:
+    """Connect to a running gateway; a failed call is printed and exits with 1, bad options exit with 2."""
+    # Else the gRPC library writes lines of its own about a failed handshake, of which the error says all there is.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc
 
-    options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
-    with grpc.insecure_channel(address, options) as channel:
+    metadata = _metadata(address, access)
+    options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
+    if access.is_secure:
+        if access.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", access.server_name))
+        channel = grpc.secure_channel(address, _credentials(access), options)
+    elif access.key_file is not None or access.server_name is not None:
+        raise click.UsageError("--key-file and --server-name need --tls, --ca-file or --cert-file")
+    else:
+        channel = grpc.insecure_channel(address, options)
+    with channel:
         try:
-            yield channel
+            yield Connection(channel, metadata)
         except grpc.RpcError as error:
             # Every error of a call is both an RpcError and a Call; the type only says the former.
             code, details = getattr(error, "code", None), getattr(error, "details", None)
             name = code().name if callable(code) else "UNKNOWN"
             text = details() if callable(details) else str(error)
             fail(f"error: {address}: {name}: {text}", EXIT_RUNTIME)
+
+
+def _credentials(access: Access) -> "grpc.ChannelCredentials":
+    import grpc
+
+    if (access.cert_file is None) != (access.key_file is None):
+        raise click.UsageError("--cert-file and --key-file go together")
+    roots, key, certificates = (
+        None if path is None else _read_bytes(path) for path in (access.ca_file, access.key_file, access.cert_file)
+    )
+    return grpc.ssl_channel_credentials(roots, key, certificates)
+
+
+def _metadata(address: str, access: Access) -> tuple[tuple[str, str], ...]:
+    if access.token_file is None:
+        return ()
+    from gateway.config.addresses import is_loopback, parse_address
+    from gateway.edges.auth import HEADER, parse_tokens
+    from gateway.edges.credentials import CredentialsError
+
+    try:
+        is_local = is_loopback(parse_address(address).host)
+    except ValueError:
+        is_local = False
+    if not (access.is_secure or is_local):
+        raise click.UsageError(
+            f"--token-file: {address} is another host, and without --tls anyone could read the token"
+        )
+    try:
+        token = parse_tokens(_read_bytes(access.token_file), str(access.token_file))[0]
+    except CredentialsError as error:
+        fail(f"error: {error}", EXIT_USAGE)
+    return ((HEADER, f"Bearer {token}"),)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        fail(f"error: {path}: {error.strerror or error}", EXIT_USAGE)
 
 
 def format_table(header: list[str], rows: list[list[str]], left: frozenset[int]) -> str:

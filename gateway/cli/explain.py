@@ -12,12 +12,14 @@ from click.core import ParameterSource
 from gateway.cli.common import (
     EXIT_RUNTIME,
     EXIT_USAGE,
+    Access,
+    access_options,
     config_option,
+    connect,
     fail,
     format_number,
     format_table,
     load_config_or_exit,
-    open_channel,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ _NAME = re.compile(r"[a-z_]+")
 )
 @click.option("--rank", type=int, metavar="N", help="With --prompt-tokens: pin the request to this rank.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole decision as JSON.")
+@access_options
 def explain(
     config_path: Path | None,
     snapshot_path: str | None,
@@ -62,6 +65,7 @@ def explain(
     max_tokens: int | None,
     rank: int | None,
     as_json: bool,
+    **access: Any,
 ) -> None:
     """Show where a request would go: each rank's cost, and why it is or isn't eligible.
 
@@ -78,7 +82,7 @@ def explain(
         raise click.UsageError("give either --request FILE or --prompt-tokens N")
     request = _request(request_path, prompt_tokens, max_tokens, rank)
     if address is not None:
-        decision = _ask(address, request)
+        decision = _ask(address, Access(**access), request)
     elif config_path is None:
         raise click.UsageError("name the configuration file with -c FILE or RANKGATE_CONFIG")
     else:
@@ -124,7 +128,7 @@ def _text(path: str) -> tuple[str, str]:
     return read_text(Path(path)), path
 
 
-def _ask(address: str, request: "RequestFile") -> Rendered:
+def _ask(address: str, access: Access, request: "RequestFile") -> Rendered:
     from google.protobuf.json_format import MessageToDict
 
     from gateway.v1 import admin_pb2, gateway_pb2
@@ -138,13 +142,13 @@ def _ask(address: str, request: "RequestFile") -> Rendered:
         priority=request.priority,
         model=request.model,
     )
-    with open_channel(address) as channel:
+    with connect(address, access) as (channel, metadata):
         call = channel.unary_unary(
             "/gateway.v1.AdminService/Explain",
             request_serializer=admin_pb2.ExplainRequest.SerializeToString,
             response_deserializer=admin_pb2.ExplainResponse.FromString,
         )
-        response = call(admin_pb2.ExplainRequest(request=message), timeout=_TIMEOUT_S)
+        response = call(admin_pb2.ExplainRequest(request=message), timeout=_TIMEOUT_S, metadata=metadata)
     return MessageToDict(response.decision)
 
 

@@ -3,11 +3,11 @@
 import json
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gateway.cli.common import EXIT_RUNTIME, fail, format_number, format_table, open_channel
+from gateway.cli.common import EXIT_RUNTIME, Access, access_options, connect, fail, format_number, format_table
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -27,7 +27,8 @@ Row = dict[str, object]
 @click.option("--watch", is_flag=True, help="Print again after each change, until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line; unknown values are null.")
 @click.option("--timeout", default=5.0, show_default=True, metavar="SECONDS", help="Time to wait for the first answer.")
-def ranks(address: str, watch: bool, as_json: bool, timeout: float) -> None:
+@access_options
+def ranks(address: str, watch: bool, as_json: bool, timeout: float, **access: Any) -> None:
     """List every rank of a running gateway.
 
     What a rank has not reported is shown as `-`. COST is that of a one-token prompt.
@@ -36,14 +37,15 @@ def ranks(address: str, watch: bool, as_json: bool, timeout: float) -> None:
 
     from gateway.v1 import gateway_pb2
 
-    with open_channel(address) as channel:
+    with connect(address, Access(**access)) as (channel, metadata):
         if not watch:
             list_ranks = channel.unary_unary(
                 f"{_SERVICE}/ListRanks",
                 request_serializer=gateway_pb2.ListRanksRequest.SerializeToString,
                 response_deserializer=gateway_pb2.ListRanksResponse.FromString,
             )
-            print_ranks(list_ranks(gateway_pb2.ListRanksRequest(), timeout=timeout).ranks, as_json=as_json)
+            answer = list_ranks(gateway_pb2.ListRanksRequest(), timeout=timeout, metadata=metadata)
+            print_ranks(answer.ranks, as_json=as_json)
             return
         watch_ranks = channel.unary_stream(
             f"{_SERVICE}/WatchRanks",
@@ -55,7 +57,7 @@ def ranks(address: str, watch: bool, as_json: bool, timeout: float) -> None:
             grpc.channel_ready_future(channel).result(timeout=timeout)
         except grpc.FutureTimeoutError:
             fail(f"error: {address}: no answer within {timeout:g} s", EXIT_RUNTIME)
-        call = watch_ranks(gateway_pb2.WatchRanksRequest())
+        call = watch_ranks(gateway_pb2.WatchRanksRequest(), metadata=metadata)
         try:
             for response in call:
                 print_ranks(response.ranks, as_json=as_json, clear=True)

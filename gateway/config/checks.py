@@ -24,6 +24,7 @@ _LISTENERS = ("grpc", "admin", "metrics")
 def check(config: Config) -> Iterator[Problem]:
     """Yield every problem of a configuration whose types are right."""
     yield from _check_addresses(config)
+    yield from _check_auth(config)
     yield from _check_model(config)
     yield from _check_groups(config)
     for number, group in enumerate(config.groups):
@@ -72,6 +73,17 @@ def _check_address(listen: Listen, loc: Loc, text: str, bound: dict[Loc, Address
         if address.clashes(taken):
             yield Problem(loc, f"{text} is already taken by {format_loc(other)}")
     bound[loc] = address
+
+
+def _check_auth(config: Config) -> Iterator[Problem]:
+    auth = config.listen.auth
+    if auth is not None and auth.admin_tokens_file is not None:
+        names = {os.path.normpath(name) for name in (auth.tokens_file, auth.admin_tokens_file)}
+        if len(names) == 1:
+            yield Problem(
+                ("listen", "auth", "admin_tokens_file"),
+                "this is tokens_file as well: every client would be an operator; use two files",
+            )
 
 
 def _check_model(config: Config) -> Iterator[Problem]:

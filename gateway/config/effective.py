@@ -8,7 +8,7 @@ from msgspec import structs
 from gateway.config.addresses import is_loopback, parse_address, parse_tcp
 from gateway.config.scheduling import Scheduling
 from gateway.config.scheduling_checks import scheduling_remarks
-from gateway.config.schema import Config
+from gateway.config.schema import Config, Listen
 from gateway.core.presets import resolve
 from gateway.types import FAMILIES
 
@@ -69,8 +69,13 @@ def cautions(config: Config) -> list[str]:
 
 
 def _exposure(config: Config) -> Iterator[str]:
-    if not is_loopback(parse_address(config.listen.admin).host):
-        yield f"listen.admin {config.listen.admin} is reachable from other hosts, and admin calls are not authenticated"
+    for name in ("grpc", "admin", "metrics"):
+        address = getattr(config.listen, name)
+        if address is not None and not is_loopback(parse_address(address).host):
+            yield from _open_to_others(config.listen, name, address)
+    auth = config.listen.auth
+    if auth is not None and auth.admin_tokens_file is None:
+        yield "listen.auth has no admin_tokens_file: every call on listen.admin but health is refused"
     for group in config.groups:
         if group.handshake.startswith("tcp://"):
             host, port = parse_tcp(group.handshake)
@@ -81,6 +86,22 @@ def _exposure(config: Config) -> Iterator[str]:
                     f"group {group.name}: ranks may dial {group.handshake} from other hosts, but sockets.transport ipc"
                     " serves ranks on this host only"
                 )
+
+
+def _open_to_others(listen: Listen, name: str, address: str) -> Iterator[str]:
+    """What a listener lacks that other hosts can reach."""
+    here = f"listen.{name} {address} is reachable from other hosts"
+    tls, auth = listen.tls, listen.auth
+    if tls is None:
+        yield f"{here} in plaintext, " + (
+            "and anyone there may call; set listen.tls and listen.auth"
+            if auth is None
+            else "tokens included; set listen.tls"
+        )
+    elif auth is None and tls.client_ca_file is None:
+        yield f"{here}, and anyone there may call; set listen.auth or listen.tls.client_ca_file"
+    elif auth is None and name == "admin":
+        yield f"{here}, and every client with a certificate is an operator; set listen.auth.admin_tokens_file"
 
 
 def _rank_numbers(config: Config) -> Iterator[str]:

@@ -24,6 +24,7 @@ from gateway.config.fields import (
     Tokens,
 )
 from gateway.config.scheduling import Admission, Predictor, Preserve, ResponseCache, Scheduling, Slo
+from gateway.config.security import Auth, Tls
 from gateway.config.values import LogFormat, LogLevel
 from gateway.types import LoadSemantics, Protocol
 
@@ -58,6 +59,8 @@ class Listen(Strict, frozen=True, kw_only=True):
     max_message_bytes: Annotated[Bytes, Meta(description="largest gRPC message in either direction")] = 64 * 1024 * 1024
     keepalive: Keepalive = Keepalive()
     allow_wildcard: Annotated[bool, Meta(description="permit binding to all interfaces (0.0.0.0, ::, *)")] = False
+    tls: Annotated[Tls | None, Meta(description="TLS of all three listeners; null: plaintext")] = None
+    auth: Annotated[Auth | None, Meta(description="bearer tokens of all three listeners; null: anyone may call")] = None
 
 
 class Model(Strict, frozen=True, kw_only=True):

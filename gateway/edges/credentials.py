@@ -261,9 +261,9 @@ def _remarks(source: Source, info: os.stat_result) -> list[str]:
 
 
 def _digest(files: Sequence[_File]) -> bytes:
-    """What tells two states of the files apart. The mode counts: a chmod can be what they lacked."""
+    """What tells two states of the files apart."""
     state = hashlib.sha256()
     for file in files:
-        state.update(b"%d %d %d " % (len(file.data), stat.S_IMODE(file.info.st_mode), file.info.st_uid))
+        state.update(b"%d " % len(file.data))
         state.update(file.data)
     return state.digest()

@@ -127,11 +127,12 @@ class Metrics(Collector):
     # --- serving ---------------------------------------------------------------------------------
 
     def start(self, host: str, port: int) -> int:
-        """Serve `/metrics` in a thread. Returns the bound port. Raises OSError that names the address.
+        """Serve `/metrics` in a thread. Returns the bound port.
 
-        TLS and tokens are those of `security`, which is loaded by then.
+        Raises OSError that names the address, or what of TLS and tokens can't be used.
         """
         security = self._security
+        security.load()
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)

@@ -17,17 +17,22 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from gateway.edges.auth import Authenticator
 
 _SILENCE_S = 10.0
+_MAX_CONNECTIONS = 64
 _REFUSED = b"a valid token is missing: send the header `Authorization: Bearer TOKEN`\n"
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class PageServer(ThreadingMixIn, WSGIServer):
-    """Serves one WSGI application. `close` ends it."""
+    """Serves one WSGI application, on a bounded number of connections. `close` ends it."""
 
     daemon_threads = True
     tls_context: Callable[[], ssl.SSLContext] | None = None
     _thread: threading.Thread
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._free = threading.Semaphore(_MAX_CONNECTIONS)
 
     def run(self) -> None:
         """Serve in a thread from now on."""
@@ -39,6 +44,24 @@ class PageServer(ThreadingMixIn, WSGIServer):
         self.shutdown()
         self.server_close()
         self._thread.join()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a connection's thread, or close it where there are too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system gives no more threads
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """A connection's thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Serve one connection; in its own thread."""
@@ -54,8 +77,6 @@ class PageServer(ThreadingMixIn, WSGIServer):
 
 
 class _SilentHandler(WSGIRequestHandler):
-    timeout = _SILENCE_S
-
     def log_message(self, *_: Any) -> None:
         """Write no access log."""
 

@@ -39,11 +39,12 @@ def test_every_command_has_help():
         assert result.output.startswith(f"Usage: rankgate {name} ")
 
 
+ACCESS = {f"RANKGATE_{name}" for name in ("TLS", "CA_FILE", "CERT_FILE", "KEY_FILE", "SERVER_NAME", "TOKEN_FILE")}
 VARIABLES = {
     "serve": {"RANKGATE_CONFIG", "RANKGATE_LOG_LEVEL", "RANKGATE_GRPC"},
     "check-config": {"RANKGATE_CONFIG"},
-    "ranks": {"RANKGATE_ADDRESS"},
-    "explain": {"RANKGATE_CONFIG", "RANKGATE_ADMIN_ADDRESS"},
+    "ranks": {"RANKGATE_ADDRESS"} | ACCESS,
+    "explain": {"RANKGATE_CONFIG", "RANKGATE_ADMIN_ADDRESS"} | ACCESS,
     "version": set(),
 }
 

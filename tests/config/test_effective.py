@@ -86,7 +86,9 @@ GROUP = "  - {name: b, protocol: vllm, handshake: 'tcp://10.0.0.1:0', ranks: 2, 
         (BASE, []),
         (
             BASE + "listen: {admin: 10.0.0.1:1}\n",
-            ["listen.admin 10.0.0.1:1 is reachable from other hosts, and admin calls are not authenticated"],
+            [
+                "listen.admin 10.0.0.1:1 is reachable from other hosts in plaintext, and anyone there may call; set listen.tls and listen.auth"
+            ],
         ),
         (
             BASE + GROUP,

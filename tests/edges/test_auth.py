@@ -205,11 +205,14 @@ def test_every_refusal_is_counted_and_few_are_logged(authenticator_of, clock):
         clock.now = 100.0 + LOG_INTERVAL_S
         authenticator.refuse("unknown", "peer5")
         authenticator.refuse("unknown", "peer6")
-    assert authenticator.failures == {"missing": 1, "malformed": 0, "unknown": 7, "not_admin": 0}
+        clock.now = 100.0 + 2 * LOG_INTERVAL_S
+        authenticator.refuse("unknown", "peer7")
+    assert authenticator.failures == {"missing": 1, "malformed": 0, "unknown": 8, "not_admin": 0}
     assert [(line["reason"], line["peer"], line["more_before"]) for line in log] == [
         ("unknown", "peer0", 0),
         ("missing", "other", 0),
         ("unknown", "peer5", 4),
+        ("unknown", "peer7", 1),
     ]
     assert {(line["event"], line["log_level"], line["listener"]) for line in log} == {
         ("call_refused", "warning", "grpc")

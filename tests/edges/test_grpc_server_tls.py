@@ -19,16 +19,6 @@ RANKS = gateway_pb2.ListRanksRequest()
 CONFIG = admin_pb2.GetEffectiveConfigRequest()
 
 
-@pytest.fixture
-def authority(tmp_path):
-    return Authority(tmp_path)
-
-
-@pytest.fixture
-def served(authority):
-    return authority.files("gateway")
-
-
 async def is_served(edge, credentials):
     """Whether both listeners serve a new connection with these credentials."""
     answers = []

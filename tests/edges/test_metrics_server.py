@@ -12,7 +12,7 @@ import pytest
 
 from gateway.edges import metrics_server
 from gateway.edges.security import Security
-from tests.support.certificates import Authority, token, write
+from tests.support.certificates import Authority, look, token, write
 from tests.support.grpc_edge import make_config
 from tests.support.metrics_world import World
 from tests.support.secured_edge import Tokens
@@ -34,9 +34,9 @@ def page(**listen):
         world.metrics.stop()
 
 
-def look(security):
+def look_at_all(security):
     for watched in security._watched():
-        watched.apply(watched.look())
+        look(watched)
 
 
 def client_context(authority, files=None):
@@ -70,16 +70,6 @@ def is_served(port, context):
     return True
 
 
-@pytest.fixture
-def authority(tmp_path):
-    return Authority(tmp_path)
-
-
-@pytest.fixture
-def served(authority):
-    return authority.files("gateway")
-
-
 def test_with_certificates_the_page_speaks_tls_only(authority, served, tmp_path):
     with page(tls=served.settings) as (port, _):
         assert is_served(port, client_context(authority))
@@ -99,11 +89,11 @@ def test_a_renewed_certificate_is_for_new_connections_and_a_broken_one_is_not(au
     successor = Authority(tmp_path, "successor")
     with page(tls=served.settings) as (port, security):
         served.replace(successor.issue())
-        look(security)
+        look_at_all(security)
         assert is_served(port, client_context(successor))
         assert not is_served(port, client_context(authority))
         write(served.cert, b"junk")
-        look(security)
+        look_at_all(security)
         assert is_served(port, client_context(successor))
 
 
@@ -136,7 +126,6 @@ def test_a_refusal_names_its_scheme(tmp_path):
 @pytest.mark.parametrize("is_secure", [False, True], ids=["plaintext", "tls"])
 def test_clients_that_say_nothing_keep_nobody_out_and_are_dropped(authority, served, monkeypatch, is_secure):
     monkeypatch.setattr(metrics_server, "_SILENCE_S", 0.2)
-    monkeypatch.setattr(metrics_server._SilentHandler, "timeout", 0.2)
     context = client_context(authority) if is_secure else None
     with page(**({"tls": served.settings} if is_secure else {})) as (port, _):
         silent = [socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) for _ in range(3)]
@@ -146,6 +135,22 @@ def test_clients_that_say_nothing_keep_nobody_out_and_are_dropped(authority, ser
         for client in silent:
             assert client.recv(1) == b""
             client.close()
+
+
+def test_connections_are_bounded_and_come_free_again(monkeypatch):
+    monkeypatch.setattr(metrics_server, "_MAX_CONNECTIONS", 2)
+    with page() as (port, _):
+        held = [socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) for _ in range(2)]
+        # Sooner than any of them would be dropped for its silence.
+        with socket.create_connection(("127.0.0.1", port), timeout=metrics_server._SILENCE_S / 2) as third:
+            assert third.recv(1) == b""
+        for client in held:
+            client.close()
+        # More often than there are places: a thread gives its place back after its answer has left.
+        deadline = time.monotonic() + WAIT_S
+        for _ in range(5):
+            while not is_served(port, None):
+                assert time.monotonic() < deadline
 
 
 def test_a_client_without_tls_writes_nothing_to_stderr(served, capfd):

@@ -2,10 +2,12 @@
 
 import secrets
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import trustme
+
+from gateway.edges.credentials import Watched
 
 NAME = "gateway.test"
 """The name in the gateway's certificates, besides the loopback address."""
@@ -76,6 +78,11 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> Path:
     temporary.chmod(mode)
     temporary.replace(path)
     return path
+
+
+def look(watched: Watched[Any]) -> None:
+    """What the gateway does at its interval."""
+    watched.apply(watched.look())
 
 
 def token(hint: str = "t") -> str:

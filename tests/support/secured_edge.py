@@ -11,7 +11,7 @@ from gateway.edges.grpc_engine import engine_service
 from gateway.edges.grpc_server import GrpcServers
 from gateway.edges.security import Security
 from gateway.v1 import admin_pb2_grpc, gateway_pb2_grpc
-from tests.support.certificates import NAME, token, write_tokens
+from tests.support.certificates import NAME, look, token, write_tokens
 from tests.support.fake_driver import FakeDriver, Script
 from tests.support.grpc_edge import make_config
 
@@ -46,7 +46,7 @@ class SecuredEdge:
 
     def look(self) -> None:
         for watched in self.security._watched():
-            watched.apply(watched.look())
+            look(watched)
 
     async def connect(self, credentials: grpc.ChannelCredentials | None = None, *, is_admin: bool = False) -> Any:
         """A channel with a connection of its own; in plaintext without credentials."""
