@@ -54,7 +54,10 @@ class Tenants(Strict, frozen=True, kw_only=True):
         Count, Meta(description="tenants told apart at one time; beyond it, unnamed ones share one account")
     ] = 1024
     active_s: Annotated[
-        Seconds, Meta(description="a tenant keeps its share of max_in_flight and max_queue_depth this long after its last request")
+        Seconds,
+        Meta(
+            description="a tenant keeps its share of max_in_flight and max_queue_depth this long after its last request"
+        ),
     ] = 5.0
 
 

@@ -6,6 +6,8 @@ returns a request's sequences as they end. A bound on ranks and groups is a filt
 rank may have room.
 """
 
+from gateway.config.scheduling import Admission as Settings
+from gateway.config.scheduling import Tenant
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
@@ -27,6 +29,10 @@ def _is_scarce(used: int, limit: int) -> bool:
     return 2 * used > limit
 
 
+def _bounds_tokens(settings: Settings | Tenant) -> bool:
+    return settings.max_prompt_tokens is not None or settings.max_kv_tokens is not None
+
+
 class Admission:
     """The budgets of the gateway and of its tenants."""
 
@@ -37,6 +43,10 @@ class Admission:
             level.priority: level.max_depth for level in config.scheduling.queue.levels if level.max_depth is not None
         }
         self.tenants = Tenants(config.admission.tenants)
+        # Most configurations bound sequences only, and then nobody counts tokens.
+        self._counts_tokens = _bounds_tokens(config.admission) or any(
+            map(_bounds_tokens, (config.admission.tenants.default, *config.admission.tenants.named.values()))
+        )
         self.sequences = 0
         self.prompt_tokens = 0
         self.kv_tokens = 0
@@ -74,8 +84,9 @@ class Admission:
         """Assert that the budgets equal the sums over the live requests; for tests."""
         unfinished = [(request, request.unfinished) for request in live if not request.is_settled]
         assert self.sequences == sum(count for _, count in unfinished)
-        assert self.prompt_tokens == sum(len(r.arrived.prompt_token_ids) * count for r, count in unfinished)
-        assert self.kv_tokens == sum(kv_tokens(r.arrived) * count for r, count in unfinished)
+        if self._counts_tokens:
+            assert self.prompt_tokens == sum(len(r.arrived.prompt_token_ids) * count for r, count in unfinished)
+            assert self.kv_tokens == sum(kv_tokens(r.arrived) * count for r, count in unfinished)
         by_account: dict[Account, int] = {}
         for request, count in unfinished:
             assert request.account is not None
@@ -84,15 +95,14 @@ class Admission:
             assert account.in_flight == count, account.name
 
     def _charge(self, request: Request, account: Account, count: int) -> None:
-        arrived = request.arrived
-        prompt = count * len(arrived.prompt_token_ids)
-        kv = prompt + count * arrived.sampling.max_tokens
         self.sequences += count
-        self.prompt_tokens += prompt
-        self.kv_tokens += kv
         account.in_flight += count
-        account.prompt_tokens += prompt
-        account.kv_tokens += kv
+        if self._counts_tokens:
+            prompt, kv = count * len(request.arrived.prompt_token_ids), count * kv_tokens(request.arrived)
+            self.prompt_tokens += prompt
+            self.kv_tokens += kv
+            account.prompt_tokens += prompt
+            account.kv_tokens += kv
 
     def _note_release(self, now: float) -> None:
         last, self._last_release_at = self._last_release_at, now
@@ -106,6 +116,8 @@ class Admission:
         settings, n = self._settings, arrived.n
         if self.sequences + n > settings.max_in_flight:
             raise self._gateway_full("sequences", self.sequences, n, settings.max_in_flight)
+        if not self._counts_tokens:
+            return
         limit = settings.max_prompt_tokens
         if limit is not None:
             wanted = n * len(arrived.prompt_token_ids)
@@ -139,6 +151,8 @@ class Admission:
             self._check_tenant_budget(account, "share", account.in_flight, n, share)
         if settings.max_in_flight is not None:
             self._check_tenant_budget(account, "sequences", account.in_flight, n, settings.max_in_flight)
+        if not self._counts_tokens:
+            return
         if settings.max_prompt_tokens is not None:
             wanted = n * len(arrived.prompt_token_ids)
             used = account.prompt_tokens

@@ -72,7 +72,8 @@ class BatchIntake:
         self._append_rows(rank, batch, now, dirty, result)
         if batch.fault is not None:
             self._fail_unreadable(rank, batch, result)
-        table.refresh(rank)
+        if not result.finished:  # their release does it
+            table.refresh(rank)
         if was_empty:
             self._load.settle(rank, batch, now)
         return result

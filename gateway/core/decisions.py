@@ -4,6 +4,7 @@ A record is made on the hot path, so it only keeps references to what the decisi
 plus plain copies of the columns that the formula read; everything readable is derived on demand.
 """
 
+from collections.abc import Sequence
 from math import inf, isnan
 from typing import Any
 
@@ -154,6 +155,18 @@ class Decision(msgspec.Struct, gc=False, eq=False):
                 zip(self.reasons(), self.gates(), costs, self.variables(), strict=True)
             )
         ]
+
+
+def with_kv(gate: bytes, ranks: Sequence[int], passing: list[int]) -> bytes:
+    """The gate's states, with `GATE_KV` for the ranks that only lack room."""
+    if gate.count(0) == len(passing):
+        return gate
+    states = bytearray(gate)
+    for rank in ranks:
+        states[rank] = states[rank] or GATE_KV
+    for rank in passing:
+        states[rank] = 0
+    return bytes(states)
 
 
 def _json_number(value: float) -> float | str | None:

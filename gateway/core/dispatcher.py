@@ -2,7 +2,7 @@
 
 Late binding: a rank gets a sequence only while its gate is open, so the order of the queue stays the gateway's to
 decide until the last moment. Work-conserving: a rank with nothing in flight never waits while a sequence that it can
-take is queued. Nothing here charges or sends: the router does both for each placement before it asks for the next.
+take is queued. Nothing here charges or sends: the pump does both for each placement before it asks for the next.
 """
 
 from collections.abc import Collection, Iterator
@@ -33,7 +33,7 @@ _UNPINNED: Collection[int | None] = (None,)
 
 
 class Placement(Struct, frozen=True):
-    """Sequences to send to one rank now, with one decision each. `number` of the batch is the router's to give."""
+    """Sequences to send to one rank now, with one decision each. `predicted_us` is their prefill, in microseconds."""
 
     rank: int
     entries: list[Entry]
@@ -62,7 +62,6 @@ class Dispatcher:
             self.batches = BatchesInFlight(table.size, predictor)
             self._former = BatchFormer(settings.batch, predictor)
         self._settings = settings
-        self._checks_kv = config.filters.kv_fit != "off"
         self._table = table
         self._policy = policy
         self._predictor = predictor
@@ -84,8 +83,9 @@ class Dispatcher:
         account, prefill_us = request.account, request.prefill_us
         assert account is not None
         arrived = request.arrived
-        expected = min(float(arrived.sampling.max_tokens), self._table.expected_out_tokens())
-        service_tokens = len(arrived.prompt_token_ids) + expected
+        service_tokens = len(arrived.prompt_token_ids) + min(
+            arrived.sampling.max_tokens, self._table.expected_out_tokens()
+        )
         entry = Entry(
             sequence, account, self._next_number, now, prefill_ms=prefill_us / 1e3, service_tokens=service_tokens
         )
@@ -161,8 +161,8 @@ class Dispatcher:
 
     def check(self, queued: list[Sequence]) -> None:
         """Assert that exactly these sequences are queued; for tests."""
+        self.queue.check()
         entries = self.queue.entries()
-        assert len(entries) == len(self.queue)
         assert {id(entry) for entry in entries} == {id(sequence.entry) for sequence in queued}
         assert self.backlog_us == sum(entry.sequence.request.prefill_us for entry in entries)
         by_account: dict[Account, int] = {}
@@ -244,7 +244,7 @@ class Dispatcher:
 
     def _form(self, found: "_Choice", former: BatchFormer, now: float) -> Placement | None:
         rank = found.rank
-        room = Room(self._table, self.gate, rank, found.entry, checks_kv=self._checks_kv)
+        room = Room(self._table, self.gate, rank, found.entry)
         formed = former.form(
             self._followers(found.entry, rank, now), now, is_idle=not self._table.in_flight[rank], fits=room.takes
         )

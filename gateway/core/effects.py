@@ -1,7 +1,7 @@
 """What the core wants done: the only outputs of `Router.handle`, executed by the edge in order.
 
-Tokens never travel in effects. `Router.take_dirty()` returns the sequences whose outbox has
-something to flush; the edge flushes each once per loop turn.
+Tokens never travel in effects. `Router.take_dirty()` lists the sequences whose outbox has something to
+flush and the requests that have ended, in the order in which the edge passes them on, once per loop turn.
 """
 
 from collections.abc import Sequence

@@ -61,10 +61,12 @@ class Eligibility:
     def is_everyone(self, prompt_tokens: int, max_tokens: int) -> bool:
         """Whether every rank passes every filter, decided from whole columns; False may also mean "look closer"."""
         table = self._table
+        # Below both minima it fits, whatever is checked; that answers for nearly all prompts.
+        is_small = prompt_tokens < table.min_model_len and prompt_tokens < table.kv_floor_tokens
         return (
             table.open_count == table.size
             and not table.over_kv_count
-            and self._fits_everywhere(prompt_tokens)
+            and (is_small or self._fits_everywhere(prompt_tokens))
             and not (self._budgets and self._closed_groups(prompt_tokens, max_tokens))
         )
 

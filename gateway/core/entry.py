@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 class Entry:
     """A queued sequence. `number` is the gateway-wide arrival number: equal keys are served in its order.
 
-    `key` is the queue's own (seconds for `fcfs`, `aging` and `edf`). `expires_at` is when the queue's time-out strikes,
-    in seconds of the core's clock; `held_since` when prefix affinity began to keep it back; `is_delayed` that its
+    `key` is the queue's own (seconds but for `hrrn`; 0 for `fcfs`). `expires_at` is when the queue's time-out strikes,
+    in seconds of the core's clock; `held_since` when `hold_ratio` began to keep it back; `is_delayed` that its
     time-out has passed and it goes behind all that are in time.
     """
 

@@ -4,8 +4,6 @@ The invariant that everything rests on: for every rank, the columns that this mo
 sums over that rank's live attempts (`check` verifies it). There are no bare counters to drift.
 """
 
-# ruff: noqa: FURB136 - a comparison costs a tenth of a call of `max`, and these run several times per request
-
 from math import inf
 
 from gateway.core.counters import Counters
@@ -37,33 +35,33 @@ class Ledger:
         if not unstarted:
             table.set_head(rank, now, attempt.prefill_us)
         unstarted[attempt.wire_id] = attempt
-        prompt_tokens, kv_tokens = attempt.prompt_tokens, attempt.prompt_tokens + attempt.max_tokens
+        prompt_tokens = attempt.prompt_tokens
         table.in_flight[rank] += 1
         table.in_flight_prefill[rank] += 1
         new_tokens = prompt_tokens - attempt.cached_tokens
         table.queued_tokens[rank] += new_tokens if new_tokens > 0 else 1
         table.pending_us[rank] += attempt.prefill_us
         table.own_tokens[rank] += prompt_tokens
-        table.prompt_tokens_in_flight[rank] += prompt_tokens
-        table.kv_reserved_tokens[rank] += kv_tokens
-        table.count_in_group(rank, 1, prompt_tokens, kv_tokens)
+        if table.has_budgets:
+            self._reserve(rank, 1, prompt_tokens, prompt_tokens + attempt.max_tokens)
         table.sent_since_snapshot[rank] += 1
         table.refresh(rank)
 
     def start(self, attempt: Attempt, now: float) -> None:
         """The first token arrived: the attempt moves from prefill to decode.
 
-        Its actual prefill is the time since it, or who was the head before it, became the head. A rank's time is given
-        away once: of several that start in one batch, the first gets it and the others get 0.
+        Its actual prefill is the time since it, or who was the head before it, became the head; it is compared with a
+        predictor's, and left out without one. A rank's time is given away once: of several that start in one batch, the
+        first gets it and the others get 0.
         """
         table, rank = self._table, attempt.rank
         attempt.first_token_at = now
-        since, until = table.head_since[rank], self._prefilled_until[rank]
-        assert since is not None
-        # Differences of rounded times, not rounded differences: their sum has no rounding error of its own.
-        actual_us = round(now * 1e6) - round((since if since > until else until) * 1e6)
-        attempt.actual_prefill_us = actual_us if actual_us > 0 else 0
-        self._prefilled_until[rank] = now
+        if table.times_prefill:
+            since, until = table.head_since[rank], self._prefilled_until[rank]
+            assert since is not None
+            # Differences of rounded times, not rounded differences: their sum has no rounding error of its own.
+            attempt.actual_prefill_us = max(0, round(now * 1e6) - round(max(since, until) * 1e6))
+            self._prefilled_until[rank] = now
         self._leave_unstarted(attempt, now)
         table.in_flight_prefill[rank] -= 1
         table.in_flight_decode[rank] += 1
@@ -87,11 +85,10 @@ class Ledger:
         del self.live[attempt.wire_id]
         mine = self._of_rank[rank]
         del mine[attempt.wire_id]
-        prompt_tokens, kv_tokens = attempt.prompt_tokens, attempt.prompt_tokens + attempt.max_tokens
+        prompt_tokens = attempt.prompt_tokens
         table.in_flight[rank] -= 1
-        table.prompt_tokens_in_flight[rank] -= prompt_tokens
-        table.kv_reserved_tokens[rank] -= kv_tokens
-        table.count_in_group(rank, -1, -prompt_tokens, -kv_tokens)
+        if table.has_budgets:
+            self._reserve(rank, -1, -prompt_tokens, -prompt_tokens - attempt.max_tokens)
         if attempt.first_token_at is None:
             self._leave_unstarted(attempt, now)
             table.in_flight_prefill[rank] -= 1
@@ -132,8 +129,8 @@ class Ledger:
             "queued_tokens": sum(max(1, a.prompt_tokens - a.cached_tokens) for a in unstarted),
             "ctx_tokens": sum(a.prompt_tokens for a in started) + out,
             "own_tokens": prompts + out,
-            "prompt_tokens_in_flight": prompts,
-            "kv_reserved_tokens": prompts + sum(a.max_tokens for a in attempts),
+            "prompt_tokens_in_flight": prompts if table.has_budgets else 0,
+            "kv_reserved_tokens": prompts + sum(a.max_tokens for a in attempts) if table.has_budgets else 0,
             "pending_us": sum(a.prefill_us for a in unstarted),
             "head_us": head_us,
             "head_credit_us": head_us if table.is_sole_gateway else 0,
@@ -152,11 +149,17 @@ class Ledger:
             assert all(not a.released and a.rank == rank and self.live[a.wire_id] is a for a in attempts)
             assert list(self._unstarted[rank].values()) == [a for a in attempts if a.first_token_at is None], rank
             assert self.audit(rank) == [], rank
-        for group in range(len(table.group_names)):
+        for group in range(len(table.group_names) if table.has_budgets else 0):
             ranks = [rank for rank in range(table.size) if table.group_of[rank] == group]
             assert table.group_in_flight[group] == sum(table.in_flight[rank] for rank in ranks), group
             assert table.group_prompt_tokens[group] == sum(table.prompt_tokens_in_flight[rank] for rank in ranks), group
             assert table.group_kv_tokens[group] == sum(table.kv_reserved_tokens[rank] for rank in ranks), group
+
+    def _reserve(self, rank: int, attempts: int, prompt_tokens: int, kv_tokens: int) -> None:
+        """What budgets of groups are counted in."""
+        self._table.prompt_tokens_in_flight[rank] += prompt_tokens
+        self._table.kv_reserved_tokens[rank] += kv_tokens
+        self._table.count_in_group(rank, attempts, prompt_tokens, kv_tokens)
 
     def _leave_unstarted(self, attempt: Attempt, now: float) -> None:
         table, rank = self._table, attempt.rank

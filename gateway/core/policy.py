@@ -3,14 +3,14 @@
 Nothing here changes the rank table: the caller charges the chosen rank before it decides again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 from typing import Final, NamedTuple
 
 from gateway.config import schema
 from gateway.core.costing import CostFunction, RequestValues
-from gateway.core.decisions import GATE_KV, Decision
+from gateway.core.decisions import Decision, with_kv
 from gateway.core.eligibility import Eligibility, Screened
 from gateway.core.pickers import Pick, PickState, make_picker
 from gateway.core.presets import resolve
@@ -163,7 +163,10 @@ class Policy:
         if screened is not None and not eligible:
             return self._record(screened, request, pinned_rank, label, _NO_PICK)
         ranks = range(self._table.size) if eligible is None else eligible
-        passing = [rank for rank in ranks if not gate[rank] and (kv_fits is None or kv_fits(rank, prompt_tokens))]
+        if kv_fits is None and gate.count(0) == len(gate):
+            passing = list(ranks)
+        else:
+            passing = [rank for rank in ranks if not gate[rank] and (kv_fits is None or kv_fits(rank, prompt_tokens))]
         if not passing:
             return None
         if pinned_rank is not None:
@@ -174,7 +177,7 @@ class Policy:
             pick = self._pick_passing(request, eligible, passing, hold_ratio)
         if isinstance(pick, Held):
             return pick
-        return self._record(screened, request, pinned_rank, label, pick, _with_kv(gate, ranks, passing))
+        return self._record(screened, request, pinned_rank, label, pick, with_kv(gate, ranks, passing))
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -275,20 +278,9 @@ class Policy:
             codes,
             relaxed,
             refusal,
-            gate=gate,
+            0,
+            gate,
         )
-
-
-def _with_kv(gate: bytes, ranks: Sequence[int], passing: list[int]) -> bytes:
-    """The gate's states, with `GATE_KV` for the ranks that only lack room."""
-    if gate.count(0) == len(passing):
-        return gate
-    states = bytearray(gate)
-    for rank in ranks:
-        states[rank] = states[rank] or GATE_KV
-    for rank in passing:
-        states[rank] = 0
-    return bytes(states)
 
 
 def _zero() -> float:

@@ -76,6 +76,8 @@ class Predictor:
             prompt_tokens, cached_tokens = _clamped(prompt_tokens, cached_tokens)
         # At least one token is computed, even of a prompt that is cached as a whole.
         new_tokens = prompt_tokens - cached_tokens or 1
+        if not self.has_model:
+            return min(PRIOR_US_PER_TOKEN * new_tokens, MAX_US)
         try:
             milliseconds = self._single(prompt_tokens, cached_tokens, new_tokens, 1 if cached_tokens else 0)
         except (ArithmeticError, ValueError):

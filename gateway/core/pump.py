@@ -4,7 +4,7 @@ Runs after every event, because every event may open a gate; it needs no timer o
 """
 
 from gateway.config.schema import Config
-from gateway.core.dispatcher import Dispatcher, Impossible, Placement
+from gateway.core.dispatcher import Dispatcher, Placement
 from gateway.core.effects import Effect
 from gateway.core.endings import Endings
 from gateway.core.lifecycle import Evidence, Phase
@@ -29,22 +29,22 @@ class Pump:
     def run(self, now: float, effects: list[Effect]) -> None:
         """Send what may go now."""
         while (found := self._dispatcher.next(now)) is not None:
-            if isinstance(found, Impossible):
-                self._attempts.record(found.decision)
-                request = found.entry.sequence.request
-                error = no_rank(found.decision, request.arrived, self._admission.retry_after_s(1))
-                self._endings.settle(request, error, Evidence.GATEWAY, now, effects)
+            if isinstance(found, Placement):
+                if not self._expire_late(found, now, effects):
+                    self._send(found, now, effects)
                 continue
-            if not self._expire_late(found, now, effects):
-                self._send(found, now, effects)
+            self._attempts.record(found.decision)
+            request = found.entry.sequence.request
+            error = no_rank(found.decision, request.arrived, self._admission.retry_after_s(1))
+            self._endings.settle(request, error, Evidence.GATEWAY, now, effects)
 
     def expire(self, now: float, no_rank_since: float | None, effects: list[Effect]) -> None:
         """End what waited too long: for the queue's time-out, or for any rank to be READY."""
         dispatcher = self._dispatcher
         for entry in dispatcher.expired(now):
             request = entry.sequence.request
-            self._counters.queue_timeouts += 1
-            if not request.is_settled:
+            if not request.is_settled:  # its other sequences may have timed out with it
+                self._counters.queue_timeouts += 1
                 error = queue_timeout(now - entry.enqueued_at, self._admission.retry_after_s(len(dispatcher) + 1))
                 self._endings.settle(request, error, Evidence.GATEWAY, now, effects)
         wait_s = self._no_rank_wait_s

@@ -1,8 +1,8 @@
 """The sorted lists that the queue is made of.
 
 An entry is in one `Lane`, that of its pin, which knows arrivals; and while it is in time also in one `Backlog`, that of
-its tenant, which knows the service order and what is overdue. All lists are sorted by keys that end in the entry's number, which no other
-queued entry has: an entry is found by bisection and never compared itself.
+its tenant, which knows the service order and what is overdue. All lists are sorted by keys that end in the entry's
+number, which no other queued entry has: an entry is found by bisection and never compared itself.
 """
 
 from bisect import bisect_left, insort
@@ -28,7 +28,7 @@ class Lane:
         self.delayed: list[tuple[int, Entry]] = []
 
     def add(self, entry: Entry) -> None:
-        """Put an entry in. It need not be the latest: a sequence may come back from a rank."""
+        """Put an entry in. It need not be the latest: the queue's only entry is listed when it gets company."""
         insort(self.arrivals, (entry.enqueued_at, entry.number, entry))
 
     def delay(self, entry: Entry) -> None:

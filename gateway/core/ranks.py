@@ -10,7 +10,7 @@ comprehension. Only `Router` and the parts it owns (ledger, load) write here.
 from enum import StrEnum
 from math import inf
 
-from gateway.config.schema import Config
+from gateway.config.schema import Config, GroupBudget
 from gateway.core.rank_row import RankRow, restore_own_work, restore_report
 from gateway.types import FAMILIES, RankInfo
 
@@ -47,7 +47,9 @@ class RankTable:
         self.size = size
         self._lay_out(config)
         self.budgets = [group.budget for group in config.groups]
+        self.has_budgets = any(budget != GroupBudget() for budget in self.budgets)
         self.is_sole_gateway = config.gateways == 1
+        self.times_prefill = config.predictor is not None
         self._max_in_flight_setting = config.admission.max_in_flight_per_rank
         self._max_kv_usage = config.filters.max_kv_usage
 
@@ -105,7 +107,7 @@ class RankTable:
         """`head_us`, or 0 where other gateways' work may be the one that the rank is busy with."""
         self.head_since: list[float | None] = [None] * size
 
-        # Own work by group, for `GroupBudget`.
+        # Own work by group, for `GroupBudget`; as the two columns of reserved tokens kept only if a group has one.
         self.group_in_flight = [0] * groups
         self.group_prompt_tokens = [0] * groups
         self.group_kv_tokens = [0] * groups

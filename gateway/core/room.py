@@ -9,15 +9,18 @@ from gateway.core.ranks import RankTable
 
 
 class Room:
-    """The room on one rank behind `head`, which it can take. For one batch, and while nothing else is charged."""
+    """The room on one rank behind `head`, which it can take. For one batch, and while nothing else is charged.
 
-    __slots__ = ("_checks_kv", "_gate", "_kv_tokens", "_members", "_rank", "_table")
+    A rank with members of the batch counts as busy, so `kv_limit` holds for those behind the head; it is the narrowest
+    of the bounds on KV tokens.
+    """
 
-    def __init__(self, table: RankTable, gate: Gate, rank: int, head: Entry, *, checks_kv: bool) -> None:
+    __slots__ = ("_gate", "_kv_tokens", "_members", "_rank", "_table")
+
+    def __init__(self, table: RankTable, gate: Gate, rank: int, head: Entry) -> None:
         self._table = table
         self._gate = gate
         self._rank = rank
-        self._checks_kv = checks_kv
         self._members = 1
         self._kv_tokens = head.prompt_tokens + _max_tokens(head)
 
@@ -28,8 +31,7 @@ class Room:
         kv_tokens = prompt + _max_tokens(entry)
         takes = (
             table.in_flight[rank] + self._members < gate.slots(rank)
-            and could_ever(table, rank, entry)
-            and (not self._checks_kv or gate.kv_used(rank, tokens) + prompt <= table.kv_capacity_tokens[rank])
+            and prompt < table.max_model_len[rank]
             and gate.kv_fits(rank, prompt, ahead=tokens)
             and self._fits_budget(tokens + prompt, self._kv_tokens + kv_tokens)
         )

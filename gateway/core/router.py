@@ -329,7 +329,8 @@ class Router:
         if not self._is_current(rank, event.incarnation):
             return
         result = self._intake.apply(rank, event.batch, now, self._answers.touched)
-        self._answers.let_out()
+        if not self._answers.is_plain:
+            self._answers.let_out()
         for attempt, finish in result.finished:
             self._finish(attempt, finish, now, effects)
         for attempt, error in result.failed:

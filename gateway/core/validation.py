@@ -40,7 +40,6 @@ class Validator:
     def check_shape(self, arrived: RequestArrived) -> None:
         """The part of `check` that costs the same for every prompt."""
         self._check_identity(arrived)
-        self._check_prompt_length(arrived)
         self._check_lengths(arrived)
         self._check_numbers(arrived.sampling)
         self._check_stops(arrived.sampling)
@@ -75,24 +74,21 @@ class Validator:
                 valid_max=self._ranks - 1,
             )
 
-    def _check_prompt_length(self, arrived: RequestArrived) -> None:
-        prompt = arrived.prompt_token_ids
-        if not prompt:
+    def _check_lengths(self, arrived: RequestArrived) -> None:
+        prompt_tokens, sampling = len(arrived.prompt_token_ids), arrived.sampling
+        if not prompt_tokens:
             raise invalid("prompt_token_ids", "must not be empty")
-        longest = self._model.max_context_tokens - 1
-        if len(prompt) > longest:
+        room = self._model.max_context_tokens - prompt_tokens
+        if room < 1:
+            longest = self._model.max_context_tokens - 1
             raise GatewayError(
                 Reason.PROMPT_TOO_LONG,
-                f"the prompt has {len(prompt)} tokens; at most {longest} leave room for one new token",
-                prompt_tokens=len(prompt),
+                f"the prompt has {prompt_tokens} tokens; at most {longest} leave room for one new token",
+                prompt_tokens=prompt_tokens,
                 limit_tokens=longest,
             )
-
-    def _check_lengths(self, arrived: RequestArrived) -> None:
-        sampling = arrived.sampling
         if sampling.max_tokens < 1:
             raise invalid("max_tokens", f"must be at least 1, got {sampling.max_tokens}")
-        room = self._model.max_context_tokens - len(arrived.prompt_token_ids)
         if sampling.max_tokens > room:
             raise invalid("max_tokens", f"{sampling.max_tokens} exceeds the {room} tokens that the context leaves")
         if not 0 <= sampling.min_tokens <= sampling.max_tokens:

@@ -95,8 +95,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FlushResponseCache(self, request, context):
-        """Forgets every answer that the response cache holds. Requests that are live go on, and their answers are stored
-        when they end: after a change of the model, flush once the requests that the old one works on have ended.
+        """Forgets every answer that the response cache holds. Requests that are live go on; their answers are not stored, as
+        they may come from before the change that the flush is for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -169,8 +169,8 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
     """Lists the latest recorded decisions, newest first."""
 
     FlushResponseCache: _AdminServiceFlushResponseCacheType
-    """Forgets every answer that the response cache holds. Requests that are live go on, and their answers are stored
-    when they end: after a change of the model, flush once the requests that the old one works on have ended.
+    """Forgets every answer that the response cache holds. Requests that are live go on; their answers are not stored, as
+    they may come from before the change that the flush is for.
     """
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
@@ -237,8 +237,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: gateway.v1.admin_pb2.FlushResponseCacheRequest,
         context: _ServicerContext,
     ) -> typing.Union[gateway.v1.admin_pb2.FlushResponseCacheResponse, collections.abc.Awaitable[gateway.v1.admin_pb2.FlushResponseCacheResponse]]:
-        """Forgets every answer that the response cache holds. Requests that are live go on, and their answers are stored
-        when they end: after a change of the model, flush once the requests that the old one works on have ended.
+        """Forgets every answer that the response cache holds. Requests that are live go on; their answers are not stored, as
+        they may come from before the change that the flush is for.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -42,7 +42,7 @@ class Desk:
 
 
 def test_a_request_is_charged_with_all_of_its_sequences():
-    desk = Desk()
+    desk = Desk(max_kv_tokens=1000)
     request = desk.accept(prompt=7, max_tokens=5, n=3)
     admission, account = desk.admission, request.account
     assert (admission.sequences, admission.prompt_tokens, admission.kv_tokens) == (3, 21, 36)
@@ -51,6 +51,23 @@ def test_a_request_is_charged_with_all_of_its_sequences():
     desk.end(request)
     assert (admission.sequences, admission.prompt_tokens, admission.kv_tokens) == (0, 0, 0)
     assert (account.in_flight, account.prompt_tokens, account.kv_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, 0),
+        ({"max_prompt_tokens": 1000}, 7),
+        ({"tenants": {"default": {"max_prompt_tokens": 1000}}}, 7),
+        ({"tenants": {"named": {"a": {"max_kv_tokens": 1000}}}}, 7),
+    ],
+)
+def test_tokens_are_counted_where_somebody_has_a_budget_of_them(settings, tokens):
+    desk = Desk(**settings)
+    request = desk.accept(prompt=7)
+    assert (desk.admission.sequences, desk.admission.prompt_tokens) == (1, tokens)
+    assert (request.account.in_flight, request.account.prompt_tokens) == (1, tokens)
+    desk.admission.check_sums(desk.live)
 
 
 @pytest.mark.parametrize(

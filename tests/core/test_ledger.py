@@ -19,6 +19,7 @@ GROUPS = ("group_in_flight", "group_prompt_tokens", "group_kv_tokens")
 class Books:
     def __init__(self, ranks=2, **sections):
         self.table = RankTable(make_config(ranks, **sections))
+        self.table.has_budgets = self.table.times_prefill = True
         for rank in range(self.table.size):
             self.table.join(rank, 1, make_info())
         self.counters = Counters(self.table.size)
@@ -162,6 +163,18 @@ def test_a_group_has_the_sums_of_its_ranks():
     books.ledger.take_back(first, 2.0)
     assert [getattr(books.table, name) for name in GROUPS] == [[1, 0], [20, 0], [25, 0]]
     books.ledger.check()
+
+
+def test_without_a_budget_nothing_is_counted_for_one():
+    books = Books()
+    books.table.has_budgets = False
+    attempt = books.charged(10, max_tokens=5)
+    books.ledger.check()
+    assert [getattr(books.table, name) for name in (*RESERVED, *GROUPS)] == [[0, 0], [0, 0], [0], [0], [0]]
+    books.ledger.release(attempt, 1.0)
+    books.ledger.check()
+    assert books.table.in_flight == [0, 0]
+    assert not RankTable(make_config(1)).has_budgets
 
 
 # --- predicted and actual prefill -----------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_a_tenants_overdue_entries_go_first_in_its_turn_oldest_first_whatever_th
     oldest = waiting.push(prefill_ms=900.0, priority=5, pin=1)
     waiting.now += 2.0
     second = waiting.push(prefill_ms=800.0, priority=7)
-    third = waiting.push(prefill_ms=1.0, priority=6)
+    third = waiting.push(prefill_ms=1.0, priority=6, pin=1)
     waiting.now = oldest.enqueued_at + 29.75
     young = waiting.push(prefill_ms=1.0)
     assert waiting.order() == [young, oldest, third, second], "nothing is overdue yet"

@@ -38,6 +38,15 @@ def test_a_newcomer_is_next_however_long_the_others_backlog_is():
     assert newcomer in waiting.order()[:2]
 
 
+def test_a_newcomer_gets_one_entry_in_and_then_takes_turns():
+    waiting = Waiting(order="fcfs")
+    backlog(waiting, "a", 10)
+    backlog(waiting, "b", 10)
+    served_tokens(waiting, 4)
+    backlog(waiting, "new", 3)
+    assert [entry.account.name for entry in waiting.order()][:7] == ["new", "a", "b", "new", "a", "b", "new"]
+
+
 @pytest.mark.parametrize("order", ["fcfs", "aging", "spf", "hrrn"])
 def test_tokens_are_shared_by_weight_while_there_is_a_backlog(order):
     rng = random.Random(11)

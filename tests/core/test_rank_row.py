@@ -149,7 +149,8 @@ def test_an_age_alone_is_a_report_of_an_idle_rank():
 
 
 def test_a_restored_state_is_the_one_that_the_router_had():
-    bench = Bench(1, info=make_info(max_num_seqs=None))
+    group = {"name": "g", "protocol": "vllm", "handshake": "ipc:///g", "ranks": 1, "budget": {"max_requests": 9}}
+    bench = Bench(1, info=make_info(max_num_seqs=None), groups=[group])
     first = bench.request([1] * 10)
     bench.request([1] * 20)
     bench.now += 2

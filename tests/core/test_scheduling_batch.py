@@ -3,6 +3,7 @@
 import pytest
 
 from gateway.core.errors import Reason
+from gateway.core.events import SendBlocked, SendUnblocked
 from tests.support.core import Bench, make_info, wire_id
 
 WINDOW_S = 0.02
@@ -125,6 +126,18 @@ def test_no_member_of_a_batch_exceeds_what_its_rank_may_take(settings, size):
     for _ in range(4):
         bench.request([1] * 40, max_tokens=5)
     assert together(bench)[0][0] == size
+    drain(bench)
+
+
+def test_a_prompt_that_is_too_long_for_the_rank_is_no_member_of_its_batch():
+    bench = batching(2, queue={"hold_until_queued": 2})
+    bench.send(SendBlocked(1, 1))
+    bench.router.ranks.max_model_len[0] = 60
+    bench.router.ranks.min_model_len = 60
+    short, long = bench.request([1] * 10), bench.request([1] * 60)
+    assert (short.last_rank, long.last_rank) == (0, None)
+    bench.send(SendUnblocked(1, 1))
+    assert long.last_rank == 1
     drain(bench)
 
 

@@ -238,12 +238,12 @@ def test_what_is_late_when_the_gate_opens_is_not_sent():
 def test_a_queue_time_out_is_prompt_although_no_gate_opens():
     bench = queueing(queue={"timeout_s": 1.0})
     running = bench.request()
-    waiting = bench.request()
+    waiting = bench.request(n=2)
     bench.tick(1.0)
     error = waiting.error
     assert (error.reason, error.retryable, error.facts["waited_ms"]) == (Reason.QUEUE_TIMEOUT, True, 1000.0)
     assert not running.is_ended
-    assert bench.router.counters.queue_timeouts == 1
+    assert bench.router.counters.queue_timeouts == 1, "requests, not their sequences"
     drain(bench)
 
 

@@ -1,6 +1,7 @@
 """A hypothesis state machine over the router: every mode and setting, invariants after each step, quiet at the end."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -292,6 +293,6 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 RouterMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-TestRouterMachine = RouterMachine.TestCase
+TestRouterMachine = pytest.mark.timeout(600)(RouterMachine.TestCase)
