@@ -27,6 +27,9 @@ Fits = Callable[[Entry, int], bool]
 class BatchReason(StrEnum):
     """Why a batch went when it did and as large as it was."""
 
+    # Enum's own hash is a Python function, and every batch is counted by its reason.
+    __hash__ = str.__hash__
+
     BATCH_FULL = "batch_full"
     """`max_requests` members."""
     PREFERRED_SIZE = "preferred_size"
@@ -41,6 +44,9 @@ class BatchReason(StrEnum):
     """One more would have exceeded `max_tokens` or `max_padded_tokens`."""
     CLOSED = "closed"
     """The rank could not take the next one."""
+
+
+_PREFERRED_SIZE, _WINDOW, _IDLE_RANK = BatchReason.PREFERRED_SIZE, BatchReason.WINDOW, BatchReason.IDLE_RANK
 
 
 class Formed:
@@ -101,7 +107,7 @@ class BatchFormer:
         reason = self._reason(pick, now, is_idle=is_idle)
         if reason is None:
             return None
-        if reason is BatchReason.PREFERRED_SIZE:
+        if reason is _PREFERRED_SIZE:
             del pick.entries[pick.preferred :]
             del pick.members[pick.preferred :]
         return Formed(pick.entries, reason, self._predictor.batch_us(pick.members))
@@ -160,12 +166,12 @@ class BatchFormer:
             return None
         is_overdue = self._is_overdue(pick, now)
         if pick.preferred and not is_overdue and pick.preferred < self._max_requests:
-            return BatchReason.PREFERRED_SIZE
+            return _PREFERRED_SIZE
         if pick.closed is not None:
             return pick.closed
         if is_idle:
-            return BatchReason.IDLE_RANK
-        return BatchReason.WINDOW if is_overdue or not self._window_s else None
+            return _IDLE_RANK
+        return _WINDOW if is_overdue or not self._window_s else None
 
     def _is_too_long(self, pick: _Pick, *more: Entry) -> bool:
         if self._max_predicted_us == math.inf:

@@ -93,6 +93,10 @@ class BatchesInFlight:
         """How many batches of the rank have members left."""
         return len(self._of_rank[rank])
 
+    def at_limit(self, limit: int) -> list[int]:
+        """The ranks with `limit` batches or more that have members left."""
+        return [rank for rank, batches in enumerate(self._of_rank) if len(batches) >= limit]
+
     def of_rank(self, rank: int) -> list[InFlightBatch]:
         """The rank's batches with members left, oldest first."""
         return list(self._of_rank[rank].values())

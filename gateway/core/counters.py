@@ -43,6 +43,7 @@ class Counters:
         "misattributed_rows",
         "non_finite_costs",
         "orphan_rows",
+        "queue_delays",
         "queue_timeouts",
         "reaborts",
         "refused",
@@ -54,6 +55,7 @@ class Counters:
         "snapshots",
         "stale_events",
         "step_regressions",
+        "tenants_overflowed",
         "tokens",
     )
 
@@ -89,6 +91,8 @@ class Counters:
         # By number of sequences, up to `scheduling.batch.max_requests`.
         self.batch_sizes: dict[int, int] = {}
         self.queue_timeouts = 0
+        self.queue_delays = 0
+        self.tenants_overflowed = 0
         self.slo_rejects = 0
         self.slo_shadow_rejects = 0
         self.audit_findings = {"sums": 0, "silent": 0}

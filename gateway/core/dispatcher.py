@@ -139,7 +139,7 @@ class Dispatcher:
             if batch is not None:
                 return batch
             # That rank collects for its next batch; another one may be idle.
-            gate = _shut(gate, found.rank)
+            gate = _shut(gate, (found.rank,))
             due_at = self._former.next_due(self._followers(found.entry, found.rank, now), now)
             if due_at is not None:
                 self._due_at = due_at if self._due_at is None else min(self._due_at, due_at)
@@ -147,13 +147,8 @@ class Dispatcher:
     def gate_states(self, now: float) -> bytes:
         """Per rank the state of its gate, as an index into `GATE_REASONS`; batches in flight included."""
         gate = self.gate.states(now)
-        if self.batches is None:
-            return gate
-        states, limit = bytearray(gate), self._settings.batch.max_in_flight_batches
-        for rank, state in enumerate(gate):
-            if not state and self.batches.count(rank) >= limit:
-                states[rank] = _BATCHES
-        return bytes(states)
+        full = self.batches.at_limit(self._settings.batch.max_in_flight_batches) if self.batches is not None else None
+        return _shut(gate, full) if full else gate
 
     def next_due(self) -> float | None:
         """When a collecting rank's window ends, if nothing else happens before."""
@@ -293,6 +288,9 @@ def _lanes(gate: bytes) -> Collection[int | None]:
     return {None, *[rank for rank, state in enumerate(gate) if not state]}
 
 
-def _shut(gate: bytes, rank: int) -> bytes:
-    """The gates with that of a rank shut that collects for its next batch."""
-    return gate[:rank] + bytes((_BATCHES,)) + gate[rank + 1 :]
+def _shut(gate: bytes, ranks: Collection[int]) -> bytes:
+    """The gates with those of the ranks shut, which have enough batches or collect for their next one."""
+    states = bytearray(gate)
+    for rank in ranks:
+        states[rank] = states[rank] or _BATCHES
+    return bytes(states)

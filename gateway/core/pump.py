@@ -26,6 +26,11 @@ class Pump:
         self._counters = parts.counters
         self._no_rank_wait_s = config.scheduling.queue.no_rank_wait_s
 
+    @property
+    def queue_delays(self) -> int:
+        """Sequences that the queue's time-out moved behind all others."""
+        return self._dispatcher.queue.timeouts_delayed
+
     def run(self, now: float, effects: list[Effect]) -> None:
         """Send what may go now."""
         while (found := self._dispatcher.next(now)) is not None:

@@ -314,6 +314,8 @@ class Router:
             self._endings.expire(request, reason, now, effects)
         if self._pump is not None:
             self._pump.expire(now, self._no_rank_since, effects)
+            self.counters.queue_delays = self._pump.queue_delays
+        self.counters.tenants_overflowed = self._admission.tenants.overflowed
         effects.extend(self._audit.step(now))
 
     # ---- ranks -------------------------------------------------------------------------------

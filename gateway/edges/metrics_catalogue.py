@@ -260,6 +260,10 @@ CORE_COUNTERS: dict[str, Spec] = {
     "audit_findings": _counter("audit_findings_total", "What the audit of charges found.", "kind"),
     "dispatch_reasons": _counter("dispatches_total", "Sequences sent to ranks, by what let them go.", "reason"),
     "queue_timeouts": _counter("queue_timeouts_total", "Requests ended by the queue's time-out."),
+    "queue_delays": _counter("queue_delays_total", "Sequences that the queue's time-out moved behind all others."),
+    "tenants_overflowed": _counter(
+        "tenants_overflowed_total", "Calls of unnamed tenants beyond max_tracked, which share one account."
+    ),
     "slo_shadow_rejects": _counter(
         "slo_shadow_rejections_total", "Requests admitted that mode enforce would have refused."
     ),

@@ -86,7 +86,9 @@ def test_mode_direct_has_no_queue():
     world = World(2)
     world.count_ended(waited_s=1.0)
     world.scheduled.queue_depth = 9
-    assert not [name for name, *_ in world.samples() if name.startswith("rankgate_queue_d")]
+    assert not [
+        name for name, *_ in world.samples() if name.startswith(("rankgate_queue_depth", "rankgate_queue_duration"))
+    ]
 
 
 def test_the_depth_is_read_at_the_scrape():
