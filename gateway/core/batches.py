@@ -57,19 +57,22 @@ class BatchIntake:
         self._max_backlog_bytes = max_backlog_bytes
         self._on_first_token = on_first_token
         self._last_batch_at = [0.0] * table.size
+        # What was un-started then is prefilled since, and that makes the gap longer than a decode step.
+        self._unstarted_then = [0] * table.size
 
     def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> BatchResult:
         """Store the load, append every row, and say what ended. Releases are the caller's."""
         self._counters.batches[rank] += 1
         table = self._table
         was_empty = not table.in_flight[rank]
-        if table.in_flight_decode[rank] and len(batch.ids):
-            # Between two batches with rows of a rank that decodes lies one of its steps.
+        if table.in_flight_decode[rank] and len(batch.ids) and not self._unstarted_then[rank]:
+            # Between two batches with rows of a rank that only decodes lies one of its steps.
             table.observe_step(rank, round((now - self._last_batch_at[rank]) * 1e6))
         self._last_batch_at[rank] = now
         self._load.store(rank, batch, now)
         result = BatchResult()
         self._append_rows(rank, batch, now, dirty, result)
+        self._unstarted_then[rank] = table.in_flight_prefill[rank]
         if batch.fault is not None:
             self._fail_unreadable(rank, batch, result)
         if not result.finished:  # their release does it

@@ -97,6 +97,6 @@ class Endings:
         try:
             self._acceptance.pick_all(follower, now)
         except GatewayError as error:
-            self.settle(follower, error, Evidence.UNSENT, now, effects)
+            self.settle(follower, error.with_traceback(None), Evidence.UNSENT, now, effects)
             return
         self._attempts.dispatch_all(follower, effects)

@@ -279,7 +279,8 @@ class Router:
         except GatewayError as error:
             refused = self.counters.refused
             refused[error.reason] = refused.get(error.reason, 0) + 1
-            effects.append(RequestRefused(error))
+            # Its traceback holds the frames, and these the effects: a cycle for every refusal of an overload.
+            effects.append(RequestRefused(error.with_traceback(None)))
             return
         effects.append(RequestAccepted(request))
         if plan.answer is not None:

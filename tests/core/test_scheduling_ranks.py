@@ -110,6 +110,17 @@ def test_the_wait_counts_from_the_loss_not_from_the_arrival():
     bench.assert_quiet()
 
 
+def test_while_one_rank_is_ready_nobody_waits_for_ranks():
+    bench = scheduled(2, queue={"no_rank_wait_s": 2.0})
+    bench.lose(0)
+    running, waiting = bench.request(), bench.request()
+    bench.tick(60.0)
+    assert not waiting.is_ended
+    bench.finish(running)
+    drain(bench)
+    assert waiting.error is None
+
+
 def test_requests_before_the_first_rank_wait_too():
     bench = scheduled(join=False, queue={"no_rank_wait_s": 2.0})
     early, patient = bench.request(), bench.request()
