@@ -7,7 +7,7 @@ register. Only the pick can refuse, and it takes back what it charged; so a refu
 from gateway.config.schema import Config
 from gateway.core.arrivals import Arrivals, Plan
 from gateway.core.dispatcher import NEVER_FITS, Dispatcher
-from gateway.core.errors import Reason
+from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
 from gateway.core.lifecycle import Phase
 from gateway.core.parts import Parts
@@ -35,13 +35,18 @@ class Acceptance:
     def accept(self, arrived: RequestArrived, now: float) -> tuple[Request, Plan]:
         """Accept the request or raise the `GatewayError` that refuses it."""
         plan = self._arrivals.plan(arrived, now)
-        request = Request(self._registry.new_handle(), arrived, now, plan.prefill_us)
-        if plan.answer is None and not plan.is_shared:
+        needs_rank = plan.answer is None and not plan.is_shared
+        if needs_rank:
             self._load.expire(now)
-            if self._dispatcher is None:
-                self.pick_all(request, now)
-            else:
+            if self._dispatcher is not None:
                 self._refuse_the_impossible(arrived, plan.prefill_us, now)
+        request = Request(self._registry.new_handle(), arrived, now, plan.prefill_us)
+        if needs_rank and self._dispatcher is None:
+            try:
+                self.pick_all(request, now)
+            except GatewayError:
+                request.unlink()
+                raise
         if plan.account is not None:
             self._admission.reserve(request, plan.account)
         if not self._answers.is_plain:

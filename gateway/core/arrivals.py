@@ -1,6 +1,6 @@
-"""Everything that a request must pass before it is accepted. Nothing here reserves anything: what changes
-is counts, the order of use of stored answers, and that a tenant was seen.
+"""Everything that a request must pass before it is accepted. Nothing here reserves anything.
 
+What changes is counts, the order of use of stored answers, and that a tenant was seen.
 The order is cheap first: what costs per prompt token comes after the budgets, so that an overload of requests is
 refused at the price of their headers.
 """

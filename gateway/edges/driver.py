@@ -112,7 +112,11 @@ class Driver:
         # A refusal too can come with effects for others: any event may let queued requests go.
         self._run_all(effects[1:], now)
         if isinstance(first, RequestRefused):
-            raise first.error
+            try:
+                raise first.error
+            finally:
+                # The error's traceback holds this frame: if it held the error in turn, only the collector could free it.
+                del effects, first
         assert isinstance(first, RequestAccepted)
         return first.request
 

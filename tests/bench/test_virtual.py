@@ -114,9 +114,13 @@ def test_the_load_report_is_taken_after_the_commit():
 
 
 def test_the_same_run_twice_is_the_same_to_the_last_bit():
-    offers = bursty(3, 200).at_rate(60).offers
-    runs = [[(r.first_token_at, r.ended_at) for r in run(offers, seed=3).records] for _ in range(2)]
-    assert runs[0] == runs[1]
+    offers = bursty(3, 200).at_rate(20).offers
+    outcomes = []
+    for _ in range(2):
+        world = run(offers, seed=3)
+        times = [(record.first_token_at, record.ended_at) for record in world.records]
+        outcomes.append((times, [(rank.steps, rank.busy_s) for rank in world.ranks]))
+    assert outcomes[0] == outcomes[1]
 
 
 def test_every_offer_ends_and_the_core_is_empty():
@@ -131,6 +135,14 @@ def test_a_refusal_is_recorded_with_its_reason():
     records = run(offers, admission={"max_in_flight": 2}).records
     assert [record.error for record in records] == ["", "", "GATEWAY_FULL"]
     assert records[2].first_token_at is None
+
+
+def test_what_the_core_ends_is_aborted_on_its_rank():
+    world = run([Offer(0.0, 100, 1000)], limits={"max_request_age_s": 0.5})
+    (record,) = world.records
+    assert record.error == "MAX_AGE_EXCEEDED"
+    assert record.ended_at == pytest.approx(0.5, abs=0.06)
+    assert sum(rank.busy_s for rank in world.ranks) == pytest.approx(record.ended_at, abs=0.02)
 
 
 def test_nothing_is_refused_in_the_measurement_of_capacity():

@@ -55,6 +55,17 @@ def test_a_batch_counts_until_its_last_member_left():
     assert ranks.batches.of_rank(0) == []
 
 
+def test_the_ranks_at_the_limit_are_those_with_as_many_batches():
+    ranks = Ranks()
+    _, (only,) = ranks.open(1, rank=1)
+    ranks.open(2, rank=1)
+    ranks.open(1, rank=0)
+    assert ranks.batches.at_limit(1) == [0, 1]
+    assert ranks.batches.at_limit(2) == [1]
+    ranks.leave(only)
+    assert ranks.batches.at_limit(2) == []
+
+
 def test_a_member_leaves_once():
     ranks = Ranks()
     batch, (first, second) = ranks.open(2)

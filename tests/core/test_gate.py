@@ -4,6 +4,8 @@ from math import inf
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.config.scheduling import Predictor as PredictorSettings
 from gateway.config.scheduling import Queue
@@ -207,6 +209,43 @@ def test_prompts_that_go_there_before_take_their_room():
     assert ranks.gate.kv_fits(0, 950), "alone, whatever the limit"
     assert ranks.gate.kv_fits(0, 400, ahead=500)
     assert not ranks.gate.kv_fits(0, 401, ahead=500)
+
+
+RANK = st.tuples(
+    st.sampled_from([None, 500, 1000, 7777]),
+    st.integers(0, 2),
+    st.integers(0, 1000),
+    st.one_of(st.just(0.0), st.floats(0, 1)),
+)
+
+
+@given(
+    ranks=st.lists(RANK, min_size=1, max_size=4),
+    limit=st.one_of(st.sampled_from([0.1, 0.9, 0.95, 1.0]), st.floats(0.01, 1)),
+    prompt=st.integers(1, 1000),
+)
+def test_the_look_at_all_ranks_is_never_wrong_when_it_says_yes(ranks, limit, prompt):
+    fleet = Ranks(len(ranks), kv_limit=limit)
+    for rank, (capacity, in_flight, own, usage) in enumerate(ranks):
+        fleet.join(rank, make_info(kv_capacity_tokens=capacity))
+        fleet.load(rank, in_flight=in_flight, own_tokens=own if in_flight else 0, kv_usage=usage)
+    fleet.gate.states(0.0)
+    if fleet.gate.kv_fits_everywhere(prompt):
+        assert all(fleet.gate.kv_fits(rank, prompt) for rank in range(len(ranks)))
+
+
+def test_the_look_at_all_ranks_says_yes_while_there_is_room():
+    fleet = Ranks(2, info=make_info(kv_capacity_tokens=1000), kv_limit=0.9)
+    fleet.load(1, in_flight=1, own_tokens=600)
+    fleet.gate.states(0.0)
+    assert fleet.gate.kv_fits_everywhere(290)
+    assert not fleet.gate.kv_fits_everywhere(301)
+    fleet.load(1, in_flight=1, own_tokens=10)
+    assert fleet.gate.kv_fits_everywhere(301), "the lower bound rises again"
+    fleet.join(1, make_info(kv_capacity_tokens=None))
+    fleet.join(0, make_info(kv_capacity_tokens=None))
+    fleet.gate.states(0.0)
+    assert fleet.gate.kv_fits_everywhere(10**9)
 
 
 def test_slots_are_the_smaller_of_the_gates_and_admissions():

@@ -12,6 +12,7 @@ MAX_AGE_S = 20.0
 NO_RANK_WAIT_S = 2.0
 REUSE_AFTER_S = 5.0
 DEADLINE_S = 8.0
+MIN_QUEUE_TIMEOUT_S = 0.5
 
 _PRESETS = ["lmetric", "smg", "vllm", "vllm_4w_r", "round_robin", "random", "p2c", "least_in_flight"]
 _INFOS = {
@@ -19,6 +20,18 @@ _INFOS = {
     "mixed": [{"kv_capacity_tokens": 120}, {"kv_capacity_tokens": 600}, {"max_model_len": 60}],
     "tight": [{"kv_capacity_tokens": 140}] * RANKS,
 }
+
+
+asks = st.fixed_dictionaries(
+    {
+        "length": st.sampled_from([4, 4, 10, 45, 90, 130]),
+        "n": st.sampled_from([1, 1, 1, 1, 2, 3]),
+        "who": st.tuples(*[st.sampled_from(["", "a", "b", "c"])] * 3),
+        "priority": st.integers(0, 1),
+        "greedy": st.booleans(),
+    }
+)
+"""What a client asks for: `RouterMachine.arrive` takes it."""
 
 
 def _some(*values: Any) -> st.SearchStrategy[Any]:
@@ -52,11 +65,16 @@ def _queue(draw: Any, *, preserves: bool, has_model: bool) -> dict[str, Any]:
         "timeout_s": draw(_some(None, 1.5)),
         "timeout_action": "reject" if preserves else draw(_some("reject", "delay")),
         "no_rank_wait_s": draw(_some(NO_RANK_WAIT_S, 0.0)),
-        "hold_until_queued": draw(_some(None, None, None, 2)),
+        "hold_until_queued": draw(_some(None, 3)),
     }
     if not preserves and draw(st.booleans()):
         queue["levels"] = [
-            {"priority": 1, "max_depth": 2, "timeout_s": 0.6, "timeout_action": draw(_some("reject", "delay"))}
+            {
+                "priority": 1,
+                "max_depth": 2,
+                "timeout_s": MIN_QUEUE_TIMEOUT_S,
+                "timeout_action": draw(_some("reject", "delay")),
+            }
         ]
     if has_model and draw(st.booleans()):
         queue["gate_ms"] = 6.0

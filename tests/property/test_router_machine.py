@@ -18,21 +18,20 @@ from gateway.core.events import (
     Tick,
 )
 from gateway.types import Sampling
-from tests.property.deployments import DEADLINE_S, MAX_AGE_S, RANKS, REUSE_AFTER_S, deployments
+from tests.property.deployments import (
+    DEADLINE_S,
+    MAX_AGE_S,
+    MIN_QUEUE_TIMEOUT_S,
+    RANKS,
+    REUSE_AFTER_S,
+    asks,
+    deployments,
+)
 from tests.property.watch import Watch
 from tests.support.core import load
 
 picks = st.integers(0, 10**6)
 ranks = st.integers(0, RANKS - 1)
-asks = st.fixed_dictionaries(
-    {
-        "length": st.sampled_from([4, 4, 10, 45, 90, 130]),
-        "n": st.sampled_from([1, 1, 1, 1, 2, 3]),
-        "who": st.tuples(*[st.sampled_from(["", "a", "b", "c"])] * 3),
-        "priority": st.integers(0, 1),
-        "greedy": st.booleans(),
-    }
-)
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -52,8 +51,7 @@ class RouterMachine(RuleBasedStateMachine):
         for ask in asks:
             self.arrive(**ask)
 
-    # ---- clients: several kinds, so that hardly any run is without ---------------------------------
-
+    # ---- clients: several rules, so that hardly any run is without -----------------------------------
     @rule(ask=asks, count=st.integers(1, 4))
     def arrive_alike(self, ask, count):
         for _ in range(count):
@@ -74,7 +72,11 @@ class RouterMachine(RuleBasedStateMachine):
             length = len(arrived.prompt_token_ids)
             self.arrive(length=length, n=arrived.n, who=who, priority=arrived.priority, greedy=True)
 
-    @rule(ask=asks, pin=st.sampled_from([*range(RANKS)] * 3 + [-1, RANKS]), patience=st.sampled_from([None, 0.5]))
+    @rule(
+        ask=asks,
+        pin=st.sampled_from([*range(RANKS)] * 3 + [-1, RANKS]),
+        patience=st.sampled_from([None, MIN_QUEUE_TIMEOUT_S]),
+    )
     def arrive_pinned(self, ask, pin, patience):
         self.arrive(**ask, pin=pin, patience=patience)
 

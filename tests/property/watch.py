@@ -8,6 +8,7 @@ from gateway.core.ranks import RankState
 from gateway.core.registry import MAX_TOMBSTONES
 from gateway.core.request import Attempt, Request
 from tests.property.capacity import Capacity
+from tests.property.deployments import MIN_QUEUE_TIMEOUT_S
 from tests.support.core import NONCE, Bench
 
 _DROPPED = (Reason.CANCELLED, Reason.ABORTED, Reason.INTERNAL)
@@ -68,6 +69,8 @@ class Watch:
         self.is_broken, was_broken = True, self.is_broken
         live = self.router.live_count
         self._follow(self.bench.send(event))
+        if isinstance(event, RequestCancelled) and event.handle in self._given_up:
+            assert self.accepted[event.handle].is_ended, "nobody waits for its turn"
         if isinstance(event, Tick):
             assert len(self.router._registry._deadlines) <= 2 * live + 64, "deadlines of the dead are remembered"
             self._check_nothing_waits_too_long()
@@ -127,10 +130,30 @@ class Watch:
         assert request.handle in self.accepted
         assert request.handle not in self._ended, "ended twice"
         self._ended.add(request.handle)
-        if request.is_cached and request.error is None:
+        if request.error is not None:
+            self._check_reason(request)
+        elif request.is_cached:
             answer = _answer(request)
             given = (other for other in self.accepted.values() if other.is_settled and not other.is_cached)
             assert any(_answer(other) == answer for other in given), "an answer that no rank gave"
+
+    def _check_reason(self, request: Request) -> None:
+        """Nothing ends before its time for a reason that time or the ranks have to give."""
+        arrived, now = request.arrived, self.bench.now
+        match request.error.reason:
+            case Reason.DEADLINE_EXCEEDED:
+                assert arrived.deadline_at is not None
+                assert arrived.deadline_at <= now
+            case Reason.MAX_AGE_EXCEEDED:
+                assert request.accepted_at + self.bench.config.limits.max_request_age_s <= now
+            case Reason.NO_ELIGIBLE_RANK:
+                # With a place, it may have been settled earlier.
+                assert request.place is not None or RankState.READY not in self.router.ranks.state
+                scheduling = self.bench.config.scheduling
+                is_queued = scheduling.mode != "direct"
+                assert not is_queued or now - request.accepted_at >= scheduling.queue.no_rank_wait_s
+            case Reason.QUEUE_TIMEOUT:
+                assert now - request.accepted_at >= MIN_QUEUE_TIMEOUT_S
 
     # ---- what clients get ----------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ def holding(
 
     `timeout_s` is their deadline; `headers` are their metadata, with _ for -.
     """
-    metadata = [(key.replace("_", "-"), value) for key, value in headers.items()]
+    metadata = tuple((key.replace("_", "-"), value) for key, value in headers.items())
     with grpc.insecure_channel(site.ports.grpc, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         stub = GatewayServiceStub(channel)
         before = site.metric("rankgate_live_requests")
