@@ -205,6 +205,16 @@ class Limits(Strict, frozen=True, kw_only=True):
     ] = 1024 * 1024
 
 
+class Failure(Strict, frozen=True, kw_only=True):
+    """What happens to requests whose rank is lost, or could not be reached."""
+
+    reroute: Annotated[bool, Meta(description="send those without a token to another rank")] = True
+    resume: Annotated[
+        bool, Meta(description="let another rank go on with greedy ones that have tokens; calls may decline it")
+    ] = True
+    max_attempts: Annotated[Count, Meta(description="ranks tried per sequence, the first one included")] = 3
+
+
 class Drain(Strict, frozen=True, kw_only=True):
     """What happens between SIGTERM and exit."""
 
@@ -251,5 +261,6 @@ class Config(Strict, frozen=True, kw_only=True):
         ResponseCache | None, Meta(description="answers deterministic requests again without a rank; null: off")
     ] = None
     limits: Limits = Limits()
+    failure: Failure = Failure()
     drain: Drain = Drain()
     observability: Observability = Observability()

@@ -12,7 +12,7 @@ from gateway.core.events import RequestArrived
 from gateway.core.lifecycle import Phase
 from gateway.core.parts import Parts
 from gateway.core.refusals import no_rank
-from gateway.core.request import Request, Sequence
+from gateway.core.request import BYTES_PER_TOKEN, Record, Request, Sequence, is_resumable
 
 _QUEUED, _IN_FLIGHT = Phase.QUEUED, Phase.IN_FLIGHT
 
@@ -30,6 +30,7 @@ class Acceptance:
         self._load = parts.load
         self._dispatcher = parts.dispatcher
         self._counters = parts.counters
+        self._may_resume = config.failure.resume
         self._may_wait_for_ranks = config.scheduling.queue.no_rank_wait_s > 0
 
     def accept(self, arrived: RequestArrived, now: float) -> tuple[Request, Plan]:
@@ -51,9 +52,20 @@ class Acceptance:
             self._admission.reserve(request, plan.account)
         if not self._answers.is_plain:
             self._answers.accepted(request, plan.cache_key, plan.answer)
+        if self._may_resume and plan.answer is None and is_resumable(arrived):
+            self._keep_record(request)
         self._registry.add(request)
         self._counters.accepted += 1
         return request, plan
+
+    def _keep_record(self, request: Request) -> None:
+        """Keep what is generated, as long as it may have to become another rank's prompt."""
+        limit_bytes = BYTES_PER_TOKEN * request.arrived.sampling.max_tokens
+        for sequence in request.sequences:
+            if sequence.record is None:
+                sequence.record = Record(limit_bytes, keeps_logprobs=False)
+            elif sequence.record.limit_bytes < limit_bytes:
+                sequence.record.limit_bytes = limit_bytes  # the cache would keep less
 
     def pick_all(self, request: Request, now: float) -> None:
         """Mode direct: a rank for every sequence, or an error and none."""

@@ -3,6 +3,8 @@
 An attempt is charged in the step that picks its rank and released exactly once, on evidence that stays with it.
 """
 
+from collections.abc import Sequence as Seq
+
 from msgspec import structs
 
 from gateway.config.schema import Config
@@ -62,6 +64,22 @@ class Attempts:
             decision.predicted_ms = prefill_us / 1e3
         return decision
 
+    def choose_for(self, sequence: Sequence, now: float) -> Decision:
+        """Decide at once for what is left of a sequence; nothing is recorded or charged."""
+        request = sequence.request
+        arrived, done = request.arrived, sequence.completion_tokens
+        if not done:
+            return self.choose(arrived, request.prefill_us, now)
+        return self._policy.decide(
+            now,
+            prompt_tokens=len(arrived.prompt_token_ids) + done,
+            max_tokens=arrived.sampling.max_tokens - done,
+            priority=arrived.priority,
+            pinned_rank=arrived.pinned_rank,
+            label=arrived.request_id,
+            prefill_ms=request.prefill_us / 1e3,
+        )
+
     def record(self, decision: Decision) -> None:
         """Give the decision its number and count it."""
         self.decisions.add(decision)
@@ -93,11 +111,18 @@ class Attempts:
 
     def dispatch(self, attempt: Attempt, effects: list[Effect]) -> None:
         """Send it."""
-        arrived = attempt.sequence.request.arrived
+        sequence = attempt.sequence
+        arrived = sequence.request.arrived
+        prompt: Seq[int] = arrived.prompt_token_ids
+        sampling = arrived.sampling
+        if sequence.completion_tokens:
+            assert sequence.record is not None
+            prompt = [*prompt, *sequence.record.token_ids]
+            sampling = _rest_of(sampling, sequence.completion_tokens)
         request = EngineRequest(
             wire_id=attempt.wire_id,
-            prompt_token_ids=arrived.prompt_token_ids,
-            sampling=_sampling_of(attempt.sequence, arrived.sampling),
+            prompt_token_ids=prompt,
+            sampling=_sampling_of(sequence, sampling),
             eos_token_ids=self._eos_token_ids,
             priority=arrived.priority,
             arrived_at_unix_s=arrived.arrived_at_unix_s,
@@ -145,6 +170,13 @@ class Attempts:
         self._counters.releases[evidence] += 1
         if self._batches is not None:
             self._batches.leave(attempt)
+
+
+def _rest_of(sampling: Sampling, done: int) -> Sampling:
+    """What is left of the limits after `done` tokens."""
+    return structs.replace(
+        sampling, max_tokens=sampling.max_tokens - done, min_tokens=max(0, sampling.min_tokens - done)
+    )
 
 
 def _sampling_of(sequence: Sequence, sampling: Sampling) -> Sampling:

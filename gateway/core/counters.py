@@ -49,6 +49,8 @@ class Counters:
         "refused",
         "relaxed_filters",
         "releases",
+        "reroutes",
+        "resumes",
         "rows",
         "slo_rejects",
         "slo_shadow_rejects",
@@ -91,6 +93,8 @@ class Counters:
         # By number of sequences, up to `scheduling.batch.max_requests`.
         self.batch_sizes: dict[int, int] = {}
         self.queue_timeouts = 0
+        self.reroutes = 0
+        self.resumes = 0
         self.queue_delays = 0
         self.tenants_overflowed = 0
         self.slo_rejects = 0

@@ -86,10 +86,19 @@ class Dispatcher:
         service_tokens = len(arrived.prompt_token_ids) + min(
             arrived.sampling.max_tokens, self._table.expected_out_tokens()
         )
+        number = sequence.queue_number
+        if number is None:
+            number = sequence.queue_number = self._next_number
+            self._next_number += 1
+        # A second attempt stands where the first one stood.
         entry = Entry(
-            sequence, account, self._next_number, now, prefill_ms=prefill_us / 1e3, service_tokens=service_tokens
+            sequence,
+            account,
+            number,
+            request.accepted_at,
+            prefill_ms=prefill_us / 1e3,
+            service_tokens=service_tokens,
         )
-        self._next_number += 1
         sequence.entry = entry
         account.queued += 1
         self.backlog_us += prefill_us
@@ -211,7 +220,7 @@ class Dispatcher:
         return self._policy.decide_gated(
             now,
             prompt_tokens=entry.prompt_tokens,
-            max_tokens=arrived.sampling.max_tokens,
+            max_tokens=entry.max_tokens,
             priority=arrived.priority,
             pinned_rank=entry.pinned_rank,
             label=arrived.request_id,
@@ -272,7 +281,7 @@ class Dispatcher:
     def _of_member(self, decision: Decision, entry: Entry, now: float) -> Decision:
         """The record of a batch member: it shares the head's choice, not its numbers."""
         arrived = entry.sequence.request.arrived
-        prompt, max_tokens = entry.prompt_tokens, arrived.sampling.max_tokens
+        prompt, max_tokens = entry.prompt_tokens, entry.max_tokens
         request = (now, prompt, 0, prompt, max_tokens, arrived.priority, entry.prefill_ms)
         return structs.replace(decision, label=arrived.request_id, request=request, pinned=entry.pinned_rank)
 

@@ -24,6 +24,7 @@ REASONS = (
     "kv_capacity",
     "group_budget",
     "context_length",
+    "draining",
     "lost",
     "absent",
     "not_pinned",
@@ -31,10 +32,11 @@ REASONS = (
 """Stable strings, weakest first. A rank that fails several filters shows the strongest."""
 
 ELIGIBLE, KV_USAGE, KV_FIT, FULL, GROUP_FULL, BLOCKED, KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH = range(9)
-LOST, ABSENT, NOT_PINNED = range(9, len(REASONS))
+DRAINING, LOST, ABSENT, NOT_PINNED = range(9, len(REASONS))
 _UNDECIDED = len(REASONS)
 _UNDECIDED_IF_0 = bytes([_UNDECIDED, ELIGIBLE]) + bytes(254)
 _IS_ELIGIBLE = bytes([1]) + bytes(255)
+_CODE_OF_STATE = {RankState.DRAINING: DRAINING, RankState.LOST: LOST, RankState.ABSENT: ABSENT}
 _NO_GROUPS: Mapping[int, int] = {}
 _NEVER_FITS = (KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH)
 
@@ -151,7 +153,7 @@ class Eligibility:
         table = self._table
         state = table.state[rank]
         if state is not RankState.READY:
-            return LOST if state is RankState.LOST else ABSENT
+            return _CODE_OF_STATE[state]
         if 0 < table.max_model_len[rank] <= prompt_tokens:  # no room for one generated token
             return CONTEXT_LENGTH
         group_code = closed.get(table.group_of[rank], ELIGIBLE) if closed else ELIGIBLE
@@ -176,7 +178,7 @@ def _eligible(codes: bytes) -> list[int]:
 
 def _refusal(codes: bytes, *, is_pinned: bool) -> Reason:
     """The most informative reason why no rank is eligible."""
-    joined = set(codes) - {LOST, ABSENT, NOT_PINNED}
+    joined = set(codes) - {DRAINING, LOST, ABSENT, NOT_PINNED}
     if not joined:
         return Reason.PINNED_RANK_UNAVAILABLE if is_pinned else Reason.NO_ELIGIBLE_RANK
     if joined.issubset(_NEVER_FITS):

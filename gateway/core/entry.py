@@ -23,6 +23,7 @@ class Entry:
         "is_delayed",
         "is_queued",
         "key",
+        "max_tokens",
         "number",
         "pinned_rank",
         "prefill_ms",
@@ -48,7 +49,8 @@ class Entry:
         self.number = number
         self.priority = arrived.priority
         self.pinned_rank = arrived.pinned_rank
-        self.prompt_tokens = len(arrived.prompt_token_ids)
+        self.prompt_tokens = len(arrived.prompt_token_ids) + sequence.completion_tokens
+        self.max_tokens = arrived.sampling.max_tokens - sequence.completion_tokens
         self.prefill_ms = prefill_ms
         self.service_tokens = service_tokens
         """Prompt and expected output tokens: what the tenant's share is measured in."""

@@ -20,6 +20,7 @@ class RequestArrived(msgspec.Struct, frozen=True, kw_only=True):
     `pinned_rank` is the raw number the client gave (range-checked by the core).
     `deadline_at` is absolute, in seconds of the same clock as `now`. `tenant` is whom the request is charged to.
     `cache_salt` separates cached answers; `use_cache` False neither reads nor writes the response cache.
+    `allow_resume` False: what another rank would have to continue ends with the loss of its rank instead.
     `queue_timeout_s` may shorten the queue's own time-out.
     """
 
@@ -36,6 +37,7 @@ class RequestArrived(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str = ""
     cache_salt: str = ""
     use_cache: bool = True
+    allow_resume: bool | None = None
     queue_timeout_s: float | None = None
     arrived_at_unix_s: float = 0.0
     sink: Any = None
@@ -96,6 +98,19 @@ class SendUnblocked(msgspec.Struct, frozen=True):
     incarnation: int
 
 
+class RankDrained(msgspec.Struct, frozen=True):
+    """An operator wants no new work on a rank; with `migrate`, what can move moves to other ranks at once."""
+
+    rank: int
+    migrate: bool = False
+
+
+class RankUndrained(msgspec.Struct, frozen=True):
+    """An operator wants the rank to take work again."""
+
+    rank: int
+
+
 class DrainStarted(msgspec.Struct, frozen=True):
     """The whole gateway drains: new requests are refused, live ones go on."""
 
@@ -119,6 +134,8 @@ Event = (
     | SendFailed
     | SendBlocked
     | SendUnblocked
+    | RankDrained
+    | RankUndrained
     | DrainStarted
     | AbortAll
     | Tick

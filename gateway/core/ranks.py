@@ -27,13 +27,16 @@ class RankState(StrEnum):
 
     ABSENT = "ABSENT"
     READY = "READY"
+    DRAINING = "DRAINING"
     LOST = "LOST"
 
 
 _READY = RankState.READY
 TRANSITIONS: dict[RankState, dict[str, RankState]] = {
     RankState.ABSENT: {"joined": RankState.READY},
-    RankState.READY: {"joined": RankState.READY, "lost": RankState.LOST},
+    RankState.READY: {"drained": RankState.DRAINING, "lost": RankState.LOST},
+    # A rank that is restarted while it drains comes back READY: the restart was what it was drained for.
+    RankState.DRAINING: {"undrained": RankState.READY, "lost": RankState.LOST},
     RankState.LOST: {"joined": RankState.READY},
 }
 """All lifecycle transitions: state -> event -> next state. Anything else is a no-op for that rank."""

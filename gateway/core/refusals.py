@@ -77,6 +77,17 @@ def rank_lost(rank: int, cause: str) -> GatewayError:
     )
 
 
+def rank_drained(rank: int) -> GatewayError:
+    """The rank was drained, and no other rank took over."""
+    return GatewayError(
+        Reason.RANK_LOST,
+        f"rank {rank} is being drained and no other rank could go on; retry",
+        retryable=True,
+        retry_after_s=_RETRY_ELSEWHERE_S,
+        rank=rank,
+    )
+
+
 def send_failed(rank: int, cause: str) -> GatewayError:
     """The rank never got the request."""
     return GatewayError(

@@ -28,8 +28,26 @@ BYTES_PER_TOKEN = 4
 _ACCEPTED, _SETTLED, _ENDED = Phase.ACCEPTED, Phase.SETTLED, Phase.ENDED
 
 
+def is_resumable(arrived: RequestArrived) -> bool:
+    """Whether any rank continues the request's sequences as the first one would have.
+
+    Penalties count what was generated before, which the next rank takes for prompt; sampling depends on the state of
+    the first engine's generator.
+    """
+    sampling = arrived.sampling
+    return (
+        sampling.temperature == 0
+        and not sampling.frequency_penalty
+        and not sampling.presence_penalty
+        and sampling.repetition_penalty == 1
+        and arrived.allow_resume is not False
+    )
+
+
 class Attempt:
     """One try of one sequence on one rank incarnation; `released` flips exactly once.
+
+    Its prompt is the request's and what earlier attempts generated; `max_tokens` is what is left of the request's.
 
     `is_done` is set when its end was seen, which is before the release when both are in one batch. `prefill_us` is the
     predicted time of its prefill in microseconds (whole ones: sums of them must be exact), `actual_prefill_us` what it
@@ -69,9 +87,10 @@ class Attempt:
         self.sent_at = sent_at
         self.first_token_at: float | None = None
         arrived = sequence.request.arrived
-        self.prompt_tokens = len(arrived.prompt_token_ids)
+        done = sequence.completion_tokens
+        self.prompt_tokens = len(arrived.prompt_token_ids) + done
         self.cached_tokens = 0
-        self.max_tokens = arrived.sampling.max_tokens
+        self.max_tokens = arrived.sampling.max_tokens - done
         self.prefill_us = sequence.request.prefill_us
         self.actual_prefill_us: int | None = None
         self.batch: InFlightBatch | None = None
@@ -83,19 +102,23 @@ class Attempt:
 
 
 class Record:
-    """Everything that a sequence generated, up to `limit_bytes`: the response cache's raw material."""
+    """Everything that a sequence generated, up to `limit_bytes`: for the response cache, and for another rank.
 
-    __slots__ = ("limit_bytes", "logprobs", "token_ids")
+    Log probabilities are kept only where the answer may be cached.
+    """
 
-    def __init__(self, limit_bytes: int) -> None:
+    __slots__ = ("keeps_logprobs", "limit_bytes", "logprobs", "token_ids")
+
+    def __init__(self, limit_bytes: int, *, keeps_logprobs: bool = True) -> None:
         self.limit_bytes = limit_bytes
+        self.keeps_logprobs = keeps_logprobs
         self.token_ids = array("I")
         self.logprobs: list[TokenLogprob] = []
 
     def extend(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None) -> bool:
         """Keep more output. False when it got too large to be worth keeping."""
         self.token_ids.extend(token_ids)
-        if logprobs is not None:
+        if logprobs is not None and self.keeps_logprobs:
             self.logprobs.extend(logprobs)
             self.limit_bytes -= logprob_bytes(logprobs)
         return BYTES_PER_TOKEN * len(self.token_ids) <= self.limit_bytes
@@ -110,7 +133,8 @@ class Sequence:
     """One generated continuation. The outbox holds tokens that no flush has taken yet.
 
     `entry` is set while it waits in the queue. `held_bytes` of the outbox waited for their turn, not for the reader.
-    `record` keeps all tokens of a sequence whose answer may be cached.
+    `record` keeps all tokens of a sequence whose answer may be cached or that another rank may have to go on with.
+    `queue_number` is its place among equals in the queue, once it had one.
     """
 
     __slots__ = (
@@ -126,6 +150,7 @@ class Sequence:
         "held_bytes",
         "index",
         "is_dirty",
+        "queue_number",
         "record",
         "request",
     )
@@ -142,6 +167,7 @@ class Sequence:
         self.held_bytes = 0
         self.entry: Entry | None = None
         self.record: Record | None = None
+        self.queue_number: int | None = None
         self._pending: list[int] = []
         self._packed: array[int] | None = None
         self._logprobs: list[TokenLogprob] | None = None

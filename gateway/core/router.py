@@ -27,7 +27,6 @@ from gateway.core.dispatcher import Dispatcher
 from gateway.core.effects import (
     AbortOnRank,
     Effect,
-    RankStateChanged,
     RequestAccepted,
     RequestRefused,
 )
@@ -38,8 +37,10 @@ from gateway.core.events import (
     BatchReceived,
     DrainStarted,
     Event,
+    RankDrained,
     RankJoined,
     RankLost,
+    RankUndrained,
     RequestArrived,
     RequestCancelled,
     SendBlocked,
@@ -47,6 +48,7 @@ from gateway.core.events import (
     SendUnblocked,
     Tick,
 )
+from gateway.core.fleet import Fleet
 from gateway.core.lifecycle import Evidence, Phase
 from gateway.core.load import LoadBook
 from gateway.core.ordering import Ordering
@@ -54,12 +56,11 @@ from gateway.core.parts import Parts
 from gateway.core.policy import Policy
 from gateway.core.predictor import Predictor
 from gateway.core.pump import Pump
-from gateway.core.ranks import TRANSITIONS, RankState, RankTable
+from gateway.core.ranks import RankState, RankTable
+from gateway.core.recovery import Recovery
 from gateway.core.refusals import (
     ended_by,
-    rank_lost,
     refused_by_engine,
-    send_failed,
 )
 from gateway.core.registry import Registry
 from gateway.core.request import Attempt, Request, Sequence
@@ -114,6 +115,7 @@ class Router:
         self._acceptance = Acceptance(config, parts, self._arrivals)
         self._endings = Endings(parts, self._acceptance)
         self._pump = Pump(config, parts, self._dispatcher, self._endings) if self._dispatcher is not None else None
+        recovery = Recovery(config, parts, self._endings)
         self._strays = Strays(nonce, config.load.abort_settle_s)
         self._intake = BatchIntake(
             self.ranks,
@@ -124,9 +126,8 @@ class Router:
             config.limits.max_stream_buffer_bytes,
             self._attempts.started,
         )
+        self._fleet = Fleet(config, parts, self._endings, recovery, self._strays)
         self._audit = Audit(self.ranks, self._attempts.ledger, self.counters)
-        # When the last READY rank went away, or the start, before any came.
-        self._no_rank_since: float | None = 0.0
 
     # ---- reading -----------------------------------------------------------------------------
 
@@ -232,7 +233,7 @@ class Router:
         assert all(request.is_settled or request.unfinished > 0 for request in requests)
         assert self.counters.accepted == sum(self.counters.ended.values()) + len(requests)
         for rank in range(self.ranks.size):
-            if self.ranks.state[rank] is not RankState.READY:
+            if self.ranks.state[rank] not in (RankState.READY, RankState.DRAINING):
                 assert self.ranks.in_flight[rank] == 0
 
     # ---- the one mutator ---------------------------------------------------------------------
@@ -249,14 +250,10 @@ class Router:
                 self._on_cancelled(event, now, effects)
             case Tick():
                 self._on_tick(now, effects)
-            case RankJoined():
-                self._on_joined(event, now, effects)
-            case RankLost():
-                self._on_lost(event, now, effects)
-            case SendFailed():
-                self._on_send_failed(event, now, effects)
-            case SendBlocked() | SendUnblocked():
-                self._on_blocked(event)
+            case RankJoined() | RankLost() | RankDrained() | RankUndrained():
+                self._fleet.handle(event, now, effects)
+            case SendFailed() | SendBlocked() | SendUnblocked():
+                self._fleet.handle(event, now, effects)
             case DrainStarted() | AbortAll():
                 self._on_drain(event, now, effects)
             case _:
@@ -314,22 +311,16 @@ class Router:
         for request, reason in self._registry.expire(now):
             self._endings.expire(request, reason, now, effects)
         if self._pump is not None:
-            self._pump.expire(now, self._no_rank_since, effects)
+            self._pump.expire(now, self._fleet.no_rank_since, effects)
             self.counters.queue_delays = self._pump.queue_delays
         self.counters.tenants_overflowed = self._admission.tenants.overflowed
         effects.extend(self._audit.step(now))
 
     # ---- ranks -------------------------------------------------------------------------------
 
-    def _is_current(self, rank: int, incarnation: int) -> bool:
-        is_current = self.ranks.incarnation[rank] == incarnation and self.ranks.state[rank] is _READY
-        if not is_current:
-            self.counters.stale_events += 1
-        return is_current
-
     def _on_batch(self, event: BatchReceived, now: float, effects: list[Effect]) -> None:
         rank = event.rank
-        if not self._is_current(rank, event.incarnation):
+        if not self._fleet.is_current(rank, event.incarnation):
             return
         result = self._intake.apply(rank, event.batch, now, self._answers.touched)
         if not self._answers.is_plain:
@@ -361,60 +352,3 @@ class Router:
             return
         request.unfinished -= 1
         self._admission.give_back(request, 1, now)
-
-    def _on_joined(self, event: RankJoined, now: float, effects: list[Effect]) -> None:
-        rank, ranks = event.rank, self.ranks
-        if event.incarnation <= ranks.incarnation[rank]:
-            self.counters.stale_events += 1
-            return
-        if ranks.state[rank] is RankState.READY:
-            self._lose(rank, "replaced by a new incarnation", now, effects)
-        old = ranks.state[rank]
-        ranks.state[rank] = TRANSITIONS[old]["joined"]
-        ranks.join(rank, event.incarnation, event.info)
-        self._load.join(rank)
-        self._strays.forget(rank)
-        ranks.refresh(rank)
-        self._no_rank_since = None
-        cause = "reattached" if event.reattached else "joined"
-        effects.append(RankStateChanged(rank, event.incarnation, old.value, ranks.state[rank].value, cause))
-
-    def _on_lost(self, event: RankLost, now: float, effects: list[Effect]) -> None:
-        if self._is_current(event.rank, event.incarnation):
-            self._lose(event.rank, event.cause, now, effects)
-
-    def _lose(self, rank: int, cause: str, now: float, effects: list[Effect]) -> None:
-        ranks = self.ranks
-        old = ranks.state[rank]
-        ranks.state[rank] = TRANSITIONS[old]["lost"]
-        attempts = self._attempts.ledger.of_rank(rank)
-        for attempt in attempts:
-            self._attempts.release(attempt, Evidence.RANK_LOST, now)
-        ranks.forget_snapshot(rank)
-        ranks.is_blocked[rank] = False
-        ranks.refresh(rank)
-        if RankState.READY not in ranks.state:
-            self._no_rank_since = now
-        effects.append(RankStateChanged(rank, ranks.incarnation[rank], old.value, ranks.state[rank].value, cause))
-        ended = [attempt.sequence.request for attempt in attempts]
-        if self._dispatcher is not None:
-            # A pin is never re-routed, and its rank may never come back.
-            ended += [entry.sequence.request for entry in self._dispatcher.queue.pinned_to(rank)]
-        for request in ended:
-            if not request.is_settled:
-                # Sequences on other ranks are not lost: they are aborted there.
-                self._endings.settle(request, rank_lost(rank, cause), Evidence.GATEWAY, now, effects)
-
-    def _on_send_failed(self, event: SendFailed, now: float, effects: list[Effect]) -> None:
-        attempt = self._attempts.ledger.live.get(event.wire_id)
-        if attempt is None:
-            return
-        # The rank never saw it: nothing to abort there, and nothing learnt about its load.
-        self._attempts.take_back(attempt, now)
-        request = attempt.sequence.request
-        self._endings.settle(request, send_failed(event.rank, event.cause), Evidence.GATEWAY, now, effects)
-
-    def _on_blocked(self, event: SendBlocked | SendUnblocked) -> None:
-        if self._is_current(event.rank, event.incarnation):
-            self.ranks.is_blocked[event.rank] = isinstance(event, SendBlocked)
-            self.ranks.refresh(event.rank)

@@ -11,8 +11,10 @@ from google.protobuf import struct_pb2
 from gateway.config.effective import effective_config
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RankDrained, RankUndrained
 from gateway.edges.grpc_context import RpcContext
 from gateway.edges.grpc_methods import Service, unary
+from gateway.edges.grpc_ranks import RankFeed
 from gateway.edges.grpc_request import RequestReader
 from gateway.v1 import admin_pb2
 
@@ -33,6 +35,7 @@ class AdminService:
         self._config = config
         self._driver = driver
         self._reader = RequestReader(config)
+        self._ranks = RankFeed(driver)
         self.service = Service(
             NAME,
             (
@@ -40,6 +43,8 @@ class AdminService:
                 unary("Explain", admin_pb2.ExplainRequest, self.explain),
                 unary("GetDecision", admin_pb2.GetDecisionRequest, self.get_decision),
                 unary("ListDecisions", admin_pb2.ListDecisionsRequest, self.list_decisions),
+                unary("DrainRank", admin_pb2.DrainRankRequest, self.drain_rank),
+                unary("UndrainRank", admin_pb2.UndrainRankRequest, self.undrain_rank),
                 unary("FlushResponseCache", admin_pb2.FlushResponseCacheRequest, self.flush_response_cache),
             ),
         )
@@ -104,6 +109,31 @@ class AdminService:
         return admin_pb2.FlushResponseCacheResponse(
             enabled=self._config.response_cache is not None, entries=entries, bytes=size
         )
+
+    async def drain_rank(self, request: admin_pb2.DrainRankRequest, _: RpcContext) -> admin_pb2.DrainRankResponse:
+        """No new work for a rank."""
+        rank = self._rank(request)
+        self._driver.emit(RankDrained(rank, migrate=request.migrate))
+        return admin_pb2.DrainRankResponse(rank=self._ranks.now()[rank])
+
+    async def undrain_rank(self, request: admin_pb2.UndrainRankRequest, _: RpcContext) -> admin_pb2.UndrainRankResponse:
+        """New work for it again."""
+        rank = self._rank(request)
+        self._driver.emit(RankUndrained(rank))
+        return admin_pb2.UndrainRankResponse(rank=self._ranks.now()[rank])
+
+    def _rank(self, request: admin_pb2.DrainRankRequest | admin_pb2.UndrainRankRequest) -> int:
+        last = self._driver.router.ranks.size - 1
+        if not request.HasField("rank") or request.rank > last:
+            raise GatewayError(
+                Reason.INVALID_RANK,
+                f"rank: name one of 0..{last}",
+                field="rank",
+                rank=request.rank if request.HasField("rank") else None,
+                valid_min=0,
+                valid_max=last,
+            )
+        return request.rank
 
 
 def to_struct(value: Mapping[str, object]) -> struct_pb2.Struct:

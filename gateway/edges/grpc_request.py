@@ -151,6 +151,7 @@ class RequestReader:
             deadline_at=self.deadline_at(call, now),
             tenant=call.tenant,
             session_id=session_id,
+            allow_resume=request.allow_resume if request.HasField("allow_resume") else None,
             cache_salt=call.cache_salt,
             use_cache=not request.no_cache,
             queue_timeout_s=call.queue_timeout_s,

@@ -259,6 +259,8 @@ CORE_COUNTERS: dict[str, Spec] = {
     "releases": _counter("releases_total", "Charges given back, by what showed that they are free.", "evidence"),
     "audit_findings": _counter("audit_findings_total", "What the audit of charges found.", "kind"),
     "dispatch_reasons": _counter("dispatches_total", "Sequences sent to ranks, by what let them go.", "reason"),
+    "reroutes": _counter("reroutes_total", "Sequences sent to another rank before their first token."),
+    "resumes": _counter("resumes_total", "Sequences that another rank went on with after their first tokens."),
     "queue_timeouts": _counter("queue_timeouts_total", "Requests ended by the queue's time-out."),
     "queue_delays": _counter("queue_delays_total", "Sequences that the queue's time-out moved behind all others."),
     "tenants_overflowed": _counter(

@@ -26,33 +26,41 @@ from gateway.v1 import gateway_pb2 as gateway_dot_v1_dot_gateway__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gateway/v1/admin.proto\x12\ngateway.v1\x1a\x18gateway/v1/gateway.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x1b\n\x19GetEffectiveConfigRequest\"c\n\x1aGetEffectiveConfigResponse\x12\'\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0c\n\x04json\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\">\n\x0e\x45xplainRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.gateway.v1.GenerateRequest\"<\n\x0f\x45xplainResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\")\n\x12GetDecisionRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\x04\"@\n\x13GetDecisionResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"4\n\x14ListDecisionsRequest\x12\x12\n\x05limit\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_limit\"C\n\x15ListDecisionsResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"\x1b\n\x19\x46lushResponseCacheRequest\"~\n\x1a\x46lushResponseCacheResponse\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x07\x65ntries\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x03 \x01(\x04H\x02\x88\x01\x01\x42\n\n\x08_enabledB\n\n\x08_entriesB\x08\n\x06_bytes2\xc2\x03\n\x0c\x41\x64minService\x12\x63\n\x12GetEffectiveConfig\x12%.gateway.v1.GetEffectiveConfigRequest\x1a&.gateway.v1.GetEffectiveConfigResponse\x12\x42\n\x07\x45xplain\x12\x1a.gateway.v1.ExplainRequest\x1a\x1b.gateway.v1.ExplainResponse\x12N\n\x0bGetDecision\x12\x1e.gateway.v1.GetDecisionRequest\x1a\x1f.gateway.v1.GetDecisionResponse\x12T\n\rListDecisions\x12 .gateway.v1.ListDecisionsRequest\x1a!.gateway.v1.ListDecisionsResponse\x12\x63\n\x12\x46lushResponseCache\x12%.gateway.v1.FlushResponseCacheRequest\x1a&.gateway.v1.FlushResponseCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gateway/v1/admin.proto\x12\ngateway.v1\x1a\x18gateway/v1/gateway.proto\x1a\x1cgoogle/protobuf/struct.proto\"?\n\x10\x44rainRankRequest\x12\x11\n\x04rank\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07migrate\x18\x02 \x01(\x08\x42\x07\n\x05_rank\"3\n\x11\x44rainRankResponse\x12\x1e\n\x04rank\x18\x01 \x01(\x0b\x32\x10.gateway.v1.Rank\"0\n\x12UndrainRankRequest\x12\x11\n\x04rank\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"5\n\x13UndrainRankResponse\x12\x1e\n\x04rank\x18\x01 \x01(\x0b\x32\x10.gateway.v1.Rank\"\x1b\n\x19GetEffectiveConfigRequest\"c\n\x1aGetEffectiveConfigResponse\x12\'\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0c\n\x04json\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\">\n\x0e\x45xplainRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.gateway.v1.GenerateRequest\"<\n\x0f\x45xplainResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\")\n\x12GetDecisionRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\x04\"@\n\x13GetDecisionResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"4\n\x14ListDecisionsRequest\x12\x12\n\x05limit\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_limit\"C\n\x15ListDecisionsResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"\x1b\n\x19\x46lushResponseCacheRequest\"~\n\x1a\x46lushResponseCacheResponse\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x07\x65ntries\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x03 \x01(\x04H\x02\x88\x01\x01\x42\n\n\x08_enabledB\n\n\x08_entriesB\x08\n\x06_bytes2\xdc\x04\n\x0c\x41\x64minService\x12\x63\n\x12GetEffectiveConfig\x12%.gateway.v1.GetEffectiveConfigRequest\x1a&.gateway.v1.GetEffectiveConfigResponse\x12\x42\n\x07\x45xplain\x12\x1a.gateway.v1.ExplainRequest\x1a\x1b.gateway.v1.ExplainResponse\x12N\n\x0bGetDecision\x12\x1e.gateway.v1.GetDecisionRequest\x1a\x1f.gateway.v1.GetDecisionResponse\x12H\n\tDrainRank\x12\x1c.gateway.v1.DrainRankRequest\x1a\x1d.gateway.v1.DrainRankResponse\x12N\n\x0bUndrainRank\x12\x1e.gateway.v1.UndrainRankRequest\x1a\x1f.gateway.v1.UndrainRankResponse\x12T\n\rListDecisions\x12 .gateway.v1.ListDecisionsRequest\x1a!.gateway.v1.ListDecisionsResponse\x12\x63\n\x12\x46lushResponseCache\x12%.gateway.v1.FlushResponseCacheRequest\x1a&.gateway.v1.FlushResponseCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gateway.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETEFFECTIVECONFIGREQUEST']._serialized_start=94
-  _globals['_GETEFFECTIVECONFIGREQUEST']._serialized_end=121
-  _globals['_GETEFFECTIVECONFIGRESPONSE']._serialized_start=123
-  _globals['_GETEFFECTIVECONFIGRESPONSE']._serialized_end=222
-  _globals['_EXPLAINREQUEST']._serialized_start=224
-  _globals['_EXPLAINREQUEST']._serialized_end=286
-  _globals['_EXPLAINRESPONSE']._serialized_start=288
-  _globals['_EXPLAINRESPONSE']._serialized_end=348
-  _globals['_GETDECISIONREQUEST']._serialized_start=350
-  _globals['_GETDECISIONREQUEST']._serialized_end=391
-  _globals['_GETDECISIONRESPONSE']._serialized_start=393
-  _globals['_GETDECISIONRESPONSE']._serialized_end=457
-  _globals['_LISTDECISIONSREQUEST']._serialized_start=459
-  _globals['_LISTDECISIONSREQUEST']._serialized_end=511
-  _globals['_LISTDECISIONSRESPONSE']._serialized_start=513
-  _globals['_LISTDECISIONSRESPONSE']._serialized_end=580
-  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_start=582
-  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_end=609
-  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_start=611
-  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_end=737
-  _globals['_ADMINSERVICE']._serialized_start=740
-  _globals['_ADMINSERVICE']._serialized_end=1190
+  _globals['_DRAINRANKREQUEST']._serialized_start=94
+  _globals['_DRAINRANKREQUEST']._serialized_end=157
+  _globals['_DRAINRANKRESPONSE']._serialized_start=159
+  _globals['_DRAINRANKRESPONSE']._serialized_end=210
+  _globals['_UNDRAINRANKREQUEST']._serialized_start=212
+  _globals['_UNDRAINRANKREQUEST']._serialized_end=260
+  _globals['_UNDRAINRANKRESPONSE']._serialized_start=262
+  _globals['_UNDRAINRANKRESPONSE']._serialized_end=315
+  _globals['_GETEFFECTIVECONFIGREQUEST']._serialized_start=317
+  _globals['_GETEFFECTIVECONFIGREQUEST']._serialized_end=344
+  _globals['_GETEFFECTIVECONFIGRESPONSE']._serialized_start=346
+  _globals['_GETEFFECTIVECONFIGRESPONSE']._serialized_end=445
+  _globals['_EXPLAINREQUEST']._serialized_start=447
+  _globals['_EXPLAINREQUEST']._serialized_end=509
+  _globals['_EXPLAINRESPONSE']._serialized_start=511
+  _globals['_EXPLAINRESPONSE']._serialized_end=571
+  _globals['_GETDECISIONREQUEST']._serialized_start=573
+  _globals['_GETDECISIONREQUEST']._serialized_end=614
+  _globals['_GETDECISIONRESPONSE']._serialized_start=616
+  _globals['_GETDECISIONRESPONSE']._serialized_end=680
+  _globals['_LISTDECISIONSREQUEST']._serialized_start=682
+  _globals['_LISTDECISIONSREQUEST']._serialized_end=734
+  _globals['_LISTDECISIONSRESPONSE']._serialized_start=736
+  _globals['_LISTDECISIONSRESPONSE']._serialized_end=803
+  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_start=805
+  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_end=832
+  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_start=834
+  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_end=960
+  _globals['_ADMINSERVICE']._serialized_start=963
+  _globals['_ADMINSERVICE']._serialized_end=1567
 # @@protoc_insertion_point(module_scope)

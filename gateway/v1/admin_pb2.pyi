@@ -21,6 +21,92 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class DrainRankRequest(google.protobuf.message.Message):
+    """Names a rank to drain."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    MIGRATE_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """The rank's number over all groups."""
+    migrate: builtins.bool
+    """Moves what can go on elsewhere at once: requests without a token, and greedy ones with the tokens they have."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int | None = ...,
+        migrate: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "migrate", b"migrate", "rank", b"rank"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
+
+Global___DrainRankRequest: typing_extensions.TypeAlias = DrainRankRequest
+
+@typing.final
+class DrainRankResponse(google.protobuf.message.Message):
+    """The rank after the call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    @property
+    def rank(self) -> gateway.v1.gateway_pb2.Rank:
+        """`in_flight` says what it still has to end."""
+
+    def __init__(
+        self,
+        *,
+        rank: gateway.v1.gateway_pb2.Rank | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank"]) -> None: ...
+
+Global___DrainRankResponse: typing_extensions.TypeAlias = DrainRankResponse
+
+@typing.final
+class UndrainRankRequest(google.protobuf.message.Message):
+    """Names a rank to use again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """The rank's number over all groups."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
+
+Global___UndrainRankRequest: typing_extensions.TypeAlias = UndrainRankRequest
+
+@typing.final
+class UndrainRankResponse(google.protobuf.message.Message):
+    """The rank after the call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    @property
+    def rank(self) -> gateway.v1.gateway_pb2.Rank:
+        """Its state is READY, unless it is lost or was never there."""
+
+    def __init__(
+        self,
+        *,
+        rank: gateway.v1.gateway_pb2.Rank | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank"]) -> None: ...
+
+Global___UndrainRankResponse: typing_extensions.TypeAlias = UndrainRankResponse
+
+@typing.final
 class GetEffectiveConfigRequest(google.protobuf.message.Message):
     """Asks for the configuration."""
 

@@ -50,6 +50,16 @@ class AdminServiceStub(object):
                 request_serializer=gateway_dot_v1_dot_admin__pb2.GetDecisionRequest.SerializeToString,
                 response_deserializer=gateway_dot_v1_dot_admin__pb2.GetDecisionResponse.FromString,
                 _registered_method=True)
+        self.DrainRank = channel.unary_unary(
+                '/gateway.v1.AdminService/DrainRank',
+                request_serializer=gateway_dot_v1_dot_admin__pb2.DrainRankRequest.SerializeToString,
+                response_deserializer=gateway_dot_v1_dot_admin__pb2.DrainRankResponse.FromString,
+                _registered_method=True)
+        self.UndrainRank = channel.unary_unary(
+                '/gateway.v1.AdminService/UndrainRank',
+                request_serializer=gateway_dot_v1_dot_admin__pb2.UndrainRankRequest.SerializeToString,
+                response_deserializer=gateway_dot_v1_dot_admin__pb2.UndrainRankResponse.FromString,
+                _registered_method=True)
         self.ListDecisions = channel.unary_unary(
                 '/gateway.v1.AdminService/ListDecisions',
                 request_serializer=gateway_dot_v1_dot_admin__pb2.ListDecisionsRequest.SerializeToString,
@@ -87,6 +97,21 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainRank(self, request, context):
+        """Sends a rank no new requests; those that it has go on. Draining a rank that drains already changes nothing.
+        A rank that is restarted meanwhile comes back READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainRank(self, request, context):
+        """Lets a drained rank take requests again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListDecisions(self, request, context):
         """Lists the latest recorded decisions, newest first.
         """
@@ -119,6 +144,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetDecision,
                     request_deserializer=gateway_dot_v1_dot_admin__pb2.GetDecisionRequest.FromString,
                     response_serializer=gateway_dot_v1_dot_admin__pb2.GetDecisionResponse.SerializeToString,
+            ),
+            'DrainRank': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainRank,
+                    request_deserializer=gateway_dot_v1_dot_admin__pb2.DrainRankRequest.FromString,
+                    response_serializer=gateway_dot_v1_dot_admin__pb2.DrainRankResponse.SerializeToString,
+            ),
+            'UndrainRank': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainRank,
+                    request_deserializer=gateway_dot_v1_dot_admin__pb2.UndrainRankRequest.FromString,
+                    response_serializer=gateway_dot_v1_dot_admin__pb2.UndrainRankResponse.SerializeToString,
             ),
             'ListDecisions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListDecisions,
@@ -213,6 +248,60 @@ class AdminService(object):
             '/gateway.v1.AdminService/GetDecision',
             gateway_dot_v1_dot_admin__pb2.GetDecisionRequest.SerializeToString,
             gateway_dot_v1_dot_admin__pb2.GetDecisionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainRank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gateway.v1.AdminService/DrainRank',
+            gateway_dot_v1_dot_admin__pb2.DrainRankRequest.SerializeToString,
+            gateway_dot_v1_dot_admin__pb2.DrainRankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainRank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gateway.v1.AdminService/UndrainRank',
+            gateway_dot_v1_dot_admin__pb2.UndrainRankRequest.SerializeToString,
+            gateway_dot_v1_dot_admin__pb2.UndrainRankResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,38 @@ _AdminServiceGetDecisionType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceDrainRankType = typing_extensions.TypeVar(
+    '_AdminServiceDrainRankType',
+    grpc.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.DrainRankRequest,
+        gateway.v1.admin_pb2.DrainRankResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.DrainRankRequest,
+        gateway.v1.admin_pb2.DrainRankResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.DrainRankRequest,
+        gateway.v1.admin_pb2.DrainRankResponse,
+    ],
+)
+
+_AdminServiceUndrainRankType = typing_extensions.TypeVar(
+    '_AdminServiceUndrainRankType',
+    grpc.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.UndrainRankRequest,
+        gateway.v1.admin_pb2.UndrainRankResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.UndrainRankRequest,
+        gateway.v1.admin_pb2.UndrainRankResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.UndrainRankRequest,
+        gateway.v1.admin_pb2.UndrainRankResponse,
+    ],
+)
+
 _AdminServiceListDecisionsType = typing_extensions.TypeVar(
     '_AdminServiceListDecisionsType',
     grpc.UnaryUnaryMultiCallable[
@@ -105,7 +137,7 @@ _AdminServiceFlushResponseCacheType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _AdminServiceExplainType, _AdminServiceGetDecisionType, _AdminServiceListDecisionsType, _AdminServiceFlushResponseCacheType]):
+class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _AdminServiceExplainType, _AdminServiceGetDecisionType, _AdminServiceDrainRankType, _AdminServiceUndrainRankType, _AdminServiceListDecisionsType, _AdminServiceFlushResponseCacheType]):
     """Shows what the gateway is configured to do and why it decided as it did; empties the response cache."""
 
     @typing.overload
@@ -121,6 +153,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
         grpc.UnaryUnaryMultiCallable[
             gateway.v1.admin_pb2.GetDecisionRequest,
             gateway.v1.admin_pb2.GetDecisionResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            gateway.v1.admin_pb2.DrainRankRequest,
+            gateway.v1.admin_pb2.DrainRankResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            gateway.v1.admin_pb2.UndrainRankRequest,
+            gateway.v1.admin_pb2.UndrainRankResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             gateway.v1.admin_pb2.ListDecisionsRequest,
@@ -147,6 +187,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
             gateway.v1.admin_pb2.GetDecisionResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            gateway.v1.admin_pb2.DrainRankRequest,
+            gateway.v1.admin_pb2.DrainRankResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            gateway.v1.admin_pb2.UndrainRankRequest,
+            gateway.v1.admin_pb2.UndrainRankResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             gateway.v1.admin_pb2.ListDecisionsRequest,
             gateway.v1.admin_pb2.ListDecisionsResponse,
         ],
@@ -164,6 +212,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
 
     GetDecision: _AdminServiceGetDecisionType
     """Returns one recorded decision. The ring is bounded: old decisions are forgotten (NOT_FOUND)."""
+
+    DrainRank: _AdminServiceDrainRankType
+    """Sends a rank no new requests; those that it has go on. Draining a rank that drains already changes nothing.
+    A rank that is restarted meanwhile comes back READY.
+    """
+
+    UndrainRank: _AdminServiceUndrainRankType
+    """Lets a drained rank take requests again."""
 
     ListDecisions: _AdminServiceListDecisionsType
     """Lists the latest recorded decisions, newest first."""
@@ -185,6 +241,14 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         gateway.v1.admin_pb2.GetDecisionRequest,
         gateway.v1.admin_pb2.GetDecisionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.DrainRankRequest,
+        gateway.v1.admin_pb2.DrainRankResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.UndrainRankRequest,
+        gateway.v1.admin_pb2.UndrainRankResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         gateway.v1.admin_pb2.ListDecisionsRequest,
@@ -222,6 +286,24 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[gateway.v1.admin_pb2.GetDecisionResponse, collections.abc.Awaitable[gateway.v1.admin_pb2.GetDecisionResponse]]:
         """Returns one recorded decision. The ring is bounded: old decisions are forgotten (NOT_FOUND)."""
+
+    @abc.abstractmethod
+    def DrainRank(
+        self,
+        request: gateway.v1.admin_pb2.DrainRankRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gateway.v1.admin_pb2.DrainRankResponse, collections.abc.Awaitable[gateway.v1.admin_pb2.DrainRankResponse]]:
+        """Sends a rank no new requests; those that it has go on. Draining a rank that drains already changes nothing.
+        A rank that is restarted meanwhile comes back READY.
+        """
+
+    @abc.abstractmethod
+    def UndrainRank(
+        self,
+        request: gateway.v1.admin_pb2.UndrainRankRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gateway.v1.admin_pb2.UndrainRankResponse, collections.abc.Awaitable[gateway.v1.admin_pb2.UndrainRankResponse]]:
+        """Lets a drained rank take requests again."""
 
     @abc.abstractmethod
     def ListDecisions(

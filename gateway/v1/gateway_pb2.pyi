@@ -71,6 +71,8 @@ class _RankStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Joined, takes requests."""
     RANK_STATE_LOST: _RankState.ValueType  # 3
     """Was READY and is gone; joins again by itself."""
+    RANK_STATE_DRAINING: _RankState.ValueType  # 4
+    """Ends what it has and takes nothing new."""
 
 class RankState(_RankState, metaclass=_RankStateEnumTypeWrapper):
     """Lifecycle of a rank."""
@@ -83,6 +85,8 @@ RANK_STATE_READY: RankState.ValueType  # 2
 """Joined, takes requests."""
 RANK_STATE_LOST: RankState.ValueType  # 3
 """Was READY and is gone; joins again by itself."""
+RANK_STATE_DRAINING: RankState.ValueType  # 4
+"""Ends what it has and takes nothing new."""
 Global___RankState: typing_extensions.TypeAlias = RankState
 
 @typing.final
@@ -120,7 +124,9 @@ class GenerateRequest(google.protobuf.message.Message):
     model: builtins.str
     """Served model name. Absent: whatever the gateway serves; another name is refused."""
     allow_resume: builtins.bool
-    """Hint that the request may be resumed on another rank after a loss. It has no effect until resuming is available."""
+    """False: when its rank is lost after it sent tokens, the request ends with UNAVAILABLE. Otherwise another rank goes on
+    with it, if it is greedy and has no penalties and the gateway is configured so.
+    """
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The prompt. Ids are below the model's vocabulary size."""

@@ -23,6 +23,8 @@ def make_config(ranks: int = 4, protocol: str = "vllm", **overrides: Any) -> Con
         "version": 1,
         "model": {"name": "m", "max_context_tokens": 4096, "vocab_size": 32000, "eos_token_ids": [2]},
         "groups": [{"name": "g", "protocol": protocol, "handshake": "tcp://127.0.0.1:30500", "ranks": ranks}],
+        # Losses end requests here; tests of recovery ask for it.
+        "failure": {"reroute": False, "resume": False},
     }
     for key, value in overrides.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):

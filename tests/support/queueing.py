@@ -39,9 +39,13 @@ class Waiting:
         """An entry that isn't queued."""
         self._number += 1
         arrived = SimpleNamespace(
-            priority=priority, pinned_rank=pin, prompt_token_ids=range(prompt), queue_timeout_s=timeout_s
+            sampling=SimpleNamespace(max_tokens=16),
+            priority=priority,
+            pinned_rank=pin,
+            prompt_token_ids=range(prompt),
+            queue_timeout_s=timeout_s,
         )
-        sequence = SimpleNamespace(request=SimpleNamespace(arrived=arrived))
+        sequence = SimpleNamespace(completion_tokens=0, request=SimpleNamespace(arrived=arrived))
         account = self.tenants.account(tenant, self.now)
         return Entry(sequence, account, self._number, self.now, prefill_ms=prefill_ms, service_tokens=tokens)
 
