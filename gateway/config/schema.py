@@ -111,8 +111,8 @@ class Group(Strict, frozen=True, kw_only=True):
     coupled: Annotated[
         bool,
         Meta(
-            description="the ranks step in lockstep (attention-DP, MoE); in this version it only sets the formula"
-            " variable `coupled`, which is 1 when any group has it"
+            description="the ranks step in lockstep (attention-DP, MoE); the loss of one is the loss of"
+            " all; it also sets the formula variable `coupled`, which is 1 when any group has it"
         ),
     ] = False
     sockets: Sockets = Sockets()
