@@ -6,7 +6,7 @@ PEERS := .venv-peers
 PYTHON ?= python3
 TORCH ?= torch==2.13.0 triton==3.9.0
 
-.PHONY: help setup setup-torch demo test lint types protos bench test-peers docs clean
+.PHONY: help setup setup-torch demo test lint types protos bench bench-scheduling test-peers docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ protos: $(STAMP) ## regenerate gateway/v1 from protos/
 bench: $(STAMP) ## micro benchmarks, CPU per token, engine steps; prints ratios
 	$(BIN)/python -m tests.bench
 	$(BIN)/engine-stub bench
+
+bench-scheduling: $(STAMP) ## direct, queue and batch compared in virtual time (minutes)
+	$(BIN)/python -m tests.bench.bench_scheduling
 
 $(PEERS)/.installed: tests/peers/requirements.lock
 	$(PYTHON) -m venv $(PEERS)

@@ -157,6 +157,16 @@ class RankTable:
             self.is_over_kv[rank] = is_over
             self.over_kv_count += 1 if is_over else -1
 
+    def check(self) -> None:
+        """Assert that the derived columns are what `refresh` makes them; for tests, after every step."""
+        columns = (self.foreign, self.free_kv_tokens, self.is_open, self.is_over_kv)
+        derived = [column[:] for column in columns]
+        for rank in range(self.size):
+            self.refresh(rank)
+        assert derived == [column[:] for column in columns]
+        assert (self.open_count, self.over_kv_count) == (sum(self.is_open), sum(self.is_over_kv))
+        assert self.kv_floor_tokens <= min(self.free_kv_tokens)
+
     def join(self, rank: int, incarnation: int, info: RankInfo) -> None:
         """Start an incarnation: own work and snapshot begin from nothing."""
         self.incarnation[rank] = incarnation

@@ -224,6 +224,7 @@ class Router:
         requests = list(self._registry)
         sequences = [sequence for request in requests for sequence in request.sequences]
         attempts = [sequence.attempt for sequence in sequences if sequence.attempt is not None]
+        self.ranks.check()
         self._registry.check()
         self._answers.check()
         self._admission.check_sums(requests)

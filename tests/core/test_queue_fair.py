@@ -200,6 +200,20 @@ def test_without_fairness_there_is_one_order_and_no_charge():
     assert entries[0].account.tag == 0
 
 
+def test_being_alone_in_the_queue_is_not_free():
+    """An entry that leaves before any other comes is charged from the virtual time on, as all are."""
+    waiting = Waiting(order="fcfs", max_wait_s=None)
+    backlog(waiting, "busy", 3)
+    while waiting.serve() is not None:
+        pass
+    waiting.push("alone")
+    waiting.serve()
+    alone, other = (waiting.tenants.account(name, waiting.now) for name in ("alone", "other"))
+    a, b = waiting.push("alone"), waiting.push("other")
+    assert alone.tag > other.tag > 0
+    assert waiting.order() == [b, a]
+
+
 def test_priorities_order_one_tenants_entries_only():
     waiting = Waiting(order="fcfs")
     a = [waiting.push("a", priority=5), waiting.push("a", priority=4)]

@@ -198,7 +198,9 @@ async def test_twenty_identical_ones_at_once_cost_one(protocol, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("end", ["cancel", "abort", "rank lost"])
 async def test_when_the_first_one_ends_the_others_are_served_all_the_same(protocol, mode, end):
-    async with running_gateway(protocol, stub=TICKING, **SHARED, **MODES[mode]) as stack:
+    # Or a lost rank would not end it.
+    failure = {"reroute": False, "resume": False}
+    async with running_gateway(protocol, stub=TICKING, failure=failure, **SHARED, **MODES[mode]) as stack:
         client = stack.client()
         leader = Generation(client, greedy(1, max_tokens=400, request_id="first"))
         await leader.first_token()
@@ -220,6 +222,24 @@ async def test_when_the_first_one_ends_the_others_are_served_all_the_same(protoc
         if end == "rank lost":
             await stack.ranks[rank].restart()
             await stack.all_ready()
+
+
+async def test_an_answer_that_two_ranks_made_is_shared_and_stored_whole(protocol):
+    async with running_gateway(protocol, stub=TICKING, **SHARED) as stack:
+        client = stack.client()
+        leader = Generation(client, greedy(1, max_tokens=100))
+        await leader.first_token()
+        follower = Generation(client, greedy(1, max_tokens=100))
+        await until(lambda: stack.router.live_count == 2, "both to be accepted")
+        rank = leader_rank(stack)
+        await stack.ranks[rank].kill()
+        (await leader.done()).assert_complete(leader.request)
+        assert leader.outcome.finish.attempts == 2
+        assert_same(await follower.done(), leader.outcome)
+        assert_same(await generate(client, greedy(1, max_tokens=100)), leader.outcome)
+        assert adds(stack) == 2, "the first one's, on both ranks"
+        await stack.ranks[rank].restart()
+        await stack.all_ready()
 
 
 def leader_rank(stack):

@@ -93,10 +93,13 @@ async def test_without_patience_it_is_refused_at_once(protocol):
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_lost_rank_costs_only_what_it_had(protocol, mode):
-    """What is queued goes elsewhere, down to the last rank."""
+@pytest.mark.parametrize("reroute", [True, False])
+async def test_a_lost_rank_costs_only_what_it_had(protocol, mode, reroute):
+    """What is queued goes elsewhere, down to the last rank. What had no token does too, where that is wanted."""
     stub = stub_config(faults=Faults(silent=True))
-    async with running_gateway(protocol, ranks=3, stub=stub, scheduling=MODES[mode]) as stack:
+    async with running_gateway(
+        protocol, ranks=3, stub=stub, scheduling=MODES[mode], failure={"reroute": reroute}
+    ) as stack:
         calls = start(stack.client(), 60)
         await until(lambda: stack.router.live_count == 60, "all to be accepted")
         assert stack.router.queue_depth > 45
@@ -106,11 +109,11 @@ async def test_a_lost_rank_costs_only_what_it_had(protocol, mode):
                 attempt.sequence.request.arrived.request_id for attempt in stack.router._attempts.ledger.of_rank(rank)
             }
             assert had
+            lost |= set() if reroute else had
             await stack.ranks[rank].kill()
             await until(lambda rank=rank: stack.table.state[rank] is RankState.LOST, "the loss")
-            lost |= had
-            await until(lambda: stack.logged("request_ended"), "the first log lines")
-            assert {entry["request_id"] for entry in stack.logged("request_ended")} <= lost
+            await until(lambda count=len(lost): len(stack.logged("request_ended")) == count, "the log lines")
+        assert {entry["request_id"] for entry in stack.logged("request_ended")} == lost
         stack.ranks[2].set_faults(silent=False)
         outcomes = [await call.done() for call in calls]
         assert {e["request_id"] for e in stack.logged("request_ended") if e["outcome"] != "ok"} == lost
