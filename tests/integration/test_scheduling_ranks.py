@@ -112,7 +112,7 @@ async def test_a_lost_rank_costs_only_what_it_had(protocol, mode, reroute):
             lost |= set() if reroute else had
             await stack.ranks[rank].kill()
             await until(lambda rank=rank: stack.table.state[rank] is RankState.LOST, "the loss")
-            await until(lambda count=len(lost): len(stack.logged("request_ended")) == count, "the log lines")
+        await until(lambda: len(stack.logged("request_ended")) == len(lost), "the log lines")
         assert {entry["request_id"] for entry in stack.logged("request_ended")} == lost
         stack.ranks[2].set_faults(silent=False)
         outcomes = [await call.done() for call in calls]
