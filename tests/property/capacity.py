@@ -63,9 +63,12 @@ class Capacity:
         return max(table.own_tokens[rank], reported)
 
     def check_choice(self, sequence, decision) -> None:
-        """Before a charge: the rank passes every hard filter now."""
+        """Before a charge: the request is in time, and the rank passes every hard filter now."""
         rank, arrived = decision.rank, sequence.request.arrived
         prompt, max_tokens = len(arrived.prompt_token_ids), arrived.sampling.max_tokens
+        now, request = self._bench.now, sequence.request
+        assert arrived.deadline_at is None or arrived.deadline_at > now, "late"
+        assert request.accepted_at + self._config.limits.max_request_age_s > now, "too old"
         assert arrived.pinned_rank in (None, rank), "a pin is never re-routed"
         assert self.is_open(rank), "no slot"
         assert self.could_ever(rank, prompt, max_tokens), "never fits"
