@@ -40,6 +40,7 @@ IRRELEVANT = {
     "priority": 3,
     "deadline_at": 9.0,
     "session_id": "other",
+    "allow_resume": False,
     "queue_timeout_s": 1.0,
     "arrived_at_unix_s": 9.0,
     "sink": object(),
