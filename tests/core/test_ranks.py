@@ -42,10 +42,14 @@ def test_the_family_says_what_its_numbers_mean(protocol, is_resident, counts):
     assert (table.is_resident, table.counts_tokens) == ([is_resident], [counts])
 
 
-def test_nothing_leads_back_to_absent_and_only_ready_ranks_are_lost():
-    assert {to for edges in TRANSITIONS.values() for to in edges.values()} == {RankState.READY, RankState.LOST}
-    assert [state for state, edges in TRANSITIONS.items() if "lost" in edges] == [RankState.READY]
-    assert all(edges["joined"] is RankState.READY for edges in TRANSITIONS.values())
+def test_nothing_leads_back_to_absent_and_only_ranks_that_serve_are_lost():
+    absent, ready, draining, lost = RankState.ABSENT, RankState.READY, RankState.DRAINING, RankState.LOST
+    assert {to for edges in TRANSITIONS.values() for to in edges.values()} == {ready, draining, lost}
+    assert [state for state, edges in TRANSITIONS.items() if "lost" in edges] == [ready, draining]
+    assert {state: edges["joined"] for state, edges in TRANSITIONS.items() if "joined" in edges} == {
+        absent: ready,
+        lost: ready,
+    }
 
 
 @pytest.mark.parametrize(
