@@ -88,6 +88,10 @@ class Endings:
             follower.first_token_at = now
             self.settle(follower, None, Evidence.GATEWAY, now, effects)
             return
+        over = self._registry.why_over(follower, now)
+        if over is not None:
+            self.expire(follower, over, now, effects)
+            return
         if self._answers.follow(follower):
             return
         self._answers.lead(follower)

@@ -23,6 +23,7 @@ class Recovery:
         self._dispatcher = parts.dispatcher
         self._counters = parts.counters
         self._policy = parts.policy
+        self._registry = parts.registry
         self._endings = endings
 
     def may_retry(self, sequence: Sequence) -> bool:
@@ -49,6 +50,10 @@ class Recovery:
         sequence = attempt.sequence
         request = sequence.request
         if request.is_settled or attempt is not sequence.attempt:
+            return
+        over = self._registry.why_over(request, now)
+        if over is not None:
+            self._endings.expire(request, over, now, effects)
             return
         if self.may_retry(sequence) and self._retry(sequence, now, effects):
             if sequence.completion_tokens:
