@@ -45,6 +45,7 @@ class Arrivals:
         self._dispatcher = parts.dispatcher
         self._slo = SloTargets(config.slo)
         self._has_objectives = config.slo.mode != "off"
+        self._has_levels = bool(config.scheduling.queue.levels)
         self._validator = Validator(config.model, config.limits, config.groups[0].protocol, parts.ranks.size)
 
     def validate(self, arrived: RequestArrived) -> None:
@@ -69,7 +70,7 @@ class Arrivals:
             arrived,
             now,
             queued=queue.size if queue is not None else 0,
-            queued_at_level=queue.depth_of(arrived.priority) if queue is not None else 0,
+            queued_at_level=queue.depth_of(arrived.priority) if queue is not None and self._has_levels else 0,
         )
         self._validator.check_tokens(arrived)
         prefill_us = self._predictor.prefill_us(len(arrived.prompt_token_ids))

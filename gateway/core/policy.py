@@ -159,9 +159,11 @@ class Policy:
         new = prompt_tokens - cached_tokens
         request = (now, prompt_tokens, cached_tokens, new if new > 0 else 1, max_tokens, priority, prefill_ms)
         screened = self._screen(prompt_tokens, max_tokens, pinned_rank)
-        eligible = screened.eligible if screened is not None else None
-        if screened is not None and not eligible:
-            return self._record(screened, request, pinned_rank, label, _NO_PICK)
+        eligible = None
+        if screened is not None:
+            eligible = screened.eligible
+            if not eligible:
+                return self._record(screened, request, pinned_rank, label, _NO_PICK)
         ranks = range(self._table.size) if eligible is None else eligible
         if kv_fits is None and gate.count(0) == len(gate):
             passing = list(ranks)
@@ -170,13 +172,14 @@ class Policy:
         if not passing:
             return None
         if pinned_rank is not None:
-            pick: Pick | Held = self._pinned(request, pinned_rank)
+            pick = self._pinned(request, pinned_rank)
         elif len(passing) == len(ranks):
             pick = self._picker.pick(request, eligible)  # nobody better is kept out
         else:
-            pick = self._pick_passing(request, eligible, passing, hold_ratio)
-        if isinstance(pick, Held):
-            return pick
+            found = self._pick_passing(request, eligible, passing, hold_ratio)
+            if isinstance(found, Held):
+                return found
+            pick = found
         return self._record(screened, request, pinned_rank, label, pick, with_kv(gate, ranks, passing))
 
     @contextmanager

@@ -39,6 +39,7 @@ class RequestQueue:
         self._settings = settings
         self._order = Order(settings, slo)
         self._levels = {level.priority: level for level in settings.levels}
+        self._default_timeout_s = inf if settings.timeout_s is None else settings.timeout_s
         self._max_wait_s = inf if settings.max_wait_s is None else settings.max_wait_s
         self.size = 0
         """Entries that wait."""
@@ -156,11 +157,11 @@ class RequestQueue:
             self._list(entry, entry.enqueued_at)
 
     def _timeout_s(self, entry: Entry) -> float:
-        level, timeout_s = self._levels.get(entry.priority), self._settings.timeout_s
-        if level is not None and level.timeout_s is not None:
-            timeout_s = level.timeout_s
-        if timeout_s is None:
-            timeout_s = inf
+        timeout_s = self._default_timeout_s
+        if self._levels:
+            level = self._levels.get(entry.priority)
+            if level is not None and level.timeout_s is not None:
+                timeout_s = level.timeout_s
         asked_s = entry.sequence.request.arrived.queue_timeout_s
         if asked_s is not None and asked_s < timeout_s and self._settings.allow_timeout_override:
             return asked_s

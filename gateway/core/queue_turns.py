@@ -65,8 +65,8 @@ class Turns:
     def charge(self, account: Account, backlog: Backlog | None, service_tokens: float) -> None:
         """An entry of the tenant is served and about to leave. `backlog` is what the tenant has in time, if anything."""
         start = account.tag
-        self.virtual_time = max(self.virtual_time, start)
-        account.tag = _next_tag(start, cost_units(account, service_tokens), self.virtual_time)
+        virtual_time = self.virtual_time = max(self.virtual_time, start)
+        account.tag = _next_tag(start, cost_units(account, service_tokens), virtual_time)
         if backlog is not None:
             self.leave(backlog)
             self._put(backlog, account.tag)
