@@ -10,6 +10,7 @@ memory grew.
 import argparse
 import gc
 import sys
+from array import array
 from collections import deque
 from pathlib import Path
 from random import Random
@@ -167,11 +168,11 @@ def measure(mode: str, steps: int) -> bool:
     traffic = Traffic(mode)
     for _ in range(2 * BLOCK):
         traffic.step()
-    costs: list[list[float]] = []
+    costs: list[array[float]] = []
     remains: list[Remains] = []
     deepest = 0
     for _ in range(10):
-        blocks = []
+        blocks = array("d")  # a list would itself grow by an object per block of steps
         for _ in range(max(1, steps // 10 // BLOCK)):
             start = process_time()
             for _ in range(BLOCK):
