@@ -77,7 +77,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rho", type=float, nargs="+", default=RHOS)
     parser.add_argument("--workloads", nargs="+", default=["azure_conv", "bursty"], choices=["azure_conv", "bursty"])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--trace", type=Path, default=TRACE, help="another file with the columns of the trace slice")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="another file with the columns of the trace")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes; the figures don't depend on it"
     )

@@ -1,7 +1,7 @@
 """What is offered: arrival times and lengths, seeded. Times are scaled to a rate when a cell runs.
 
-`azure_conv`: the trace slice of `tools/data`, or any trace file with its columns. Seed s starts at another place of it
-and goes round, so that seeds share the lengths but not what meets what.
+`azure_conv`: the trace of `tools/data`, or any trace file with its columns. Seed s starts at another fifth of it
+and goes round at its end.
 `bursty`: lognormal lengths with a heavy tail, gamma arrivals, and times of three times the rate.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-TRACE = Path(__file__).resolve().parents[3] / "tools/data/azure_conv_slice.csv"
+TRACE = Path(__file__).resolve().parents[3] / "tools/data/azure_conv_hour.csv"
 SEEDS_PER_TURN = 5
 MAX_PROMPT_TOKENS = 32_000
 CALM_ARRIVALS, BURST_ARRIVALS, BURST_FACTOR = 200, 100, 3.0
