@@ -9,65 +9,34 @@ Batch numbers are this gateway's own and appear on no wire; they are never used 
 
 from collections.abc import Sequence as Seq
 
-from gateway.core.predictor import Predictor
 from gateway.core.request import Attempt
 
 
 class InFlightBatch:
-    """A batch on its way. `size` is what was sent, `members` (in order) are those that have not left.
+    """A batch on its way. `size` is what was sent, `members` (in order) are those that have not left."""
 
-    `opened_at` is in seconds, `reason` says why it went when it did.
-    """
+    __slots__ = ("members", "number", "rank", "size")
 
-    __slots__ = ("_predicted_us", "_predictor", "members", "number", "opened_at", "rank", "reason", "size")
-
-    def __init__(
-        self,
-        predictor: Predictor,
-        number: int,
-        rank: int,
-        attempts: Seq[Attempt],
-        reason: str,
-        predicted_us: int,
-        opened_at: float,
-    ) -> None:
-        self._predictor = predictor
-        self._predicted_us = predicted_us
+    def __init__(self, number: int, rank: int, attempts: Seq[Attempt]) -> None:
         self.number = number
         self.rank = rank
         self.size = len(attempts)
         self.members: dict[Attempt, None] = dict.fromkeys(attempts)
-        self.reason = reason
-        self.opened_at = opened_at
-
-    @property
-    def predicted_us(self) -> int:
-        """The predicted prefill of the members that are left, in microseconds.
-
-        Predicted anew when it is read: members mostly leave together, and few of the steps between are looked at.
-        """
-        if len(self.members) == self.size:
-            return self._predicted_us
-        return self._predictor.batch_us([(attempt.prompt_tokens, attempt.cached_tokens) for attempt in self.members])
 
 
 class BatchesInFlight:
     """Owns all batches in flight, by rank, and `Attempt.batch`."""
 
-    def __init__(self, ranks: int, predictor: Predictor) -> None:
-        self._predictor = predictor
+    def __init__(self, ranks: int) -> None:
         self._of_rank: list[dict[int, InFlightBatch]] = [{} for _ in range(ranks)]
         self._last_number = 0
 
-    def open(self, rank: int, attempts: Seq[Attempt], reason: str, predicted_us: int, now: float) -> InFlightBatch:
-        """Count a batch that goes to `rank` now. An attempt is a member of one batch in its life.
-
-        `predicted_us` is the predicted prefill of all of them, in microseconds.
-        """
+    def open(self, rank: int, attempts: Seq[Attempt]) -> InFlightBatch:
+        """Count a batch that goes to `rank` now. An attempt is a member of one batch in its life."""
         assert attempts, "a batch has members"
         assert all(attempt.rank == rank and attempt.batch is None for attempt in attempts), rank
         self._last_number += 1
-        batch = InFlightBatch(self._predictor, self._last_number, rank, attempts, reason, predicted_us, now)
+        batch = InFlightBatch(self._last_number, rank, attempts)
         assert len(batch.members) == batch.size, "a member twice"
         self._of_rank[rank][batch.number] = batch
         for attempt in attempts:

@@ -33,13 +33,12 @@ _UNPINNED: Collection[int | None] = (None,)
 
 
 class Placement(Struct, frozen=True):
-    """Sequences to send to one rank now, with one decision each. `predicted_us` is their prefill, in microseconds."""
+    """Sequences to send to one rank now, with one decision each."""
 
     rank: int
     entries: list[Entry]
     decisions: list[Decision]
     reason: str
-    predicted_us: int
 
 
 class Impossible(Struct, frozen=True):
@@ -59,7 +58,7 @@ class Dispatcher:
         self.batches: BatchesInFlight | None = None
         self._former: BatchFormer | None = None
         if settings.mode == "batch":
-            self.batches = BatchesInFlight(table.size, predictor)
+            self.batches = BatchesInFlight(table.size)
             self._former = BatchFormer(settings.batch, predictor)
         self._settings = settings
         self._table = table
@@ -244,7 +243,7 @@ class Dispatcher:
     def _place(self, found: "_Choice", now: float) -> Placement:
         reason = "idle_rank" if not self._table.in_flight[found.rank] else "gate_open"
         decision = self._describe(found.decision, found.entry, now, reason)
-        return Placement(found.rank, [found.entry], [decision], reason, found.entry.sequence.request.prefill_us)
+        return Placement(found.rank, [found.entry], [decision], reason)
 
     def _form(self, found: "_Choice", former: BatchFormer, now: float) -> Placement | None:
         rank = found.rank
@@ -258,7 +257,7 @@ class Dispatcher:
         decisions += [self._of_member(found.decision, entry, now) for entry in formed.entries[1:]]
         for entry, decision in zip(formed.entries, decisions, strict=True):
             self._describe(decision, entry, now, formed.reason)
-        return Placement(rank, formed.entries, decisions, formed.reason, formed.predicted_us)
+        return Placement(rank, formed.entries, decisions, formed.reason)
 
     def _followers(self, head: Entry, rank: int, now: float) -> Iterator[Entry]:
         """The head, and what follows it in service order and may go to the same rank."""

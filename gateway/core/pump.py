@@ -85,7 +85,7 @@ class Pump:
         counters = self._counters
         counters.dispatch_reasons[found.reason] += len(attempts)
         if self._dispatcher.batches is not None:
-            batch = self._dispatcher.batches.open(found.rank, attempts, found.reason, found.predicted_us, now)
+            batch = self._dispatcher.batches.open(found.rank, attempts)
             for decision in found.decisions:
                 decision.batch = (batch.number, len(attempts), found.reason)
             counters.batch_sizes[len(attempts)] = counters.batch_sizes.get(len(attempts), 0) + 1

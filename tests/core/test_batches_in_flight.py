@@ -6,23 +6,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.core.batches_in_flight import BatchesInFlight
-from tests.support.batching import FixedPredictor, make_attempt
+from tests.support.batching import make_attempt
 
 
 class Ranks:
-    """Two ranks, attempts of 10 tokens, 1000 us a token."""
+    """Two ranks, attempts of 10 tokens."""
 
     def __init__(self, ranks=2):
-        self.predictor = FixedPredictor(per_token_us=1000, fixed_us=500)
-        self.batches = BatchesInFlight(ranks, self.predictor)
+        self.batches = BatchesInFlight(ranks)
         self._number = 0
 
-    def open(self, size, rank=0, now=0.0):
+    def open(self, size, rank=0):
         attempts = []
         for _ in range(size):
             self._number += 1
             attempts.append(make_attempt(self._number, rank))
-        batch = self.batches.open(rank, attempts, "window", 500 + size * 10_000, now)
+        batch = self.batches.open(rank, attempts)
         self.batches.check()
         return batch, attempts
 
@@ -34,9 +33,8 @@ class Ranks:
 
 def test_what_a_batch_knows():
     ranks = Ranks()
-    batch, attempts = ranks.open(3, rank=1, now=5.0)
-    assert (batch.rank, batch.size, batch.opened_at, batch.reason) == (1, 3, 5.0, "window")
-    assert batch.predicted_us == 30_500
+    batch, attempts = ranks.open(3, rank=1)
+    assert (batch.rank, batch.size) == (1, 3)
     assert list(batch.members) == attempts
     assert all(attempt.batch is batch for attempt in attempts)
     assert ranks.batches.of_rank(1) == [batch]
@@ -70,9 +68,8 @@ def test_a_member_leaves_once():
     ranks = Ranks()
     batch, (first, second) = ranks.open(2)
     ranks.leave(first)
-    before = batch.predicted_us
     assert not ranks.leave(first)
-    assert (list(batch.members), batch.predicted_us, ranks.batches.count(0)) == ([second], before, 1)
+    assert (list(batch.members), ranks.batches.count(0)) == ([second], 1)
     assert ranks.leave(second)
     ranks.open(1)
     assert not ranks.leave(second), "closed before: it must not close another one"
@@ -86,33 +83,13 @@ def test_an_attempt_that_was_in_no_batch_may_leave():
     assert ranks.batches.count(0) == 1
 
 
-def test_a_cancelled_member_leaves_the_others_and_their_prediction():
+def test_a_cancelled_member_leaves_the_others():
     ranks = Ranks()
     batch, attempts = ranks.open(4)
-    attempts[3].cached_tokens = 4
     assert not ranks.leave(attempts[1])
     assert list(batch.members) == [attempts[0], attempts[2], attempts[3]]
     assert batch.size == 4
-    assert batch.predicted_us == 500 + (10 + 10 + 6) * 1000
     assert attempts[1].batch is batch, "it still says where the attempt was"
-
-
-def test_only_a_reader_of_the_prediction_pays_for_it():
-    ranks = Ranks()
-    batch, attempts = ranks.open(8)
-    assert batch.predicted_us == 80_500
-    for attempt in attempts[:7]:
-        ranks.batches.leave(attempt)
-    assert ranks.predictor.calls == 0
-    assert batch.predicted_us == 10_500
-    assert ranks.predictor.calls == 1
-
-
-def test_a_closed_batch_predicts_nothing():
-    ranks = Ranks()
-    batch, (only,) = ranks.open(1)
-    assert ranks.leave(only)
-    assert batch.predicted_us == 0
 
 
 def test_a_refused_member_leaves_at_once_and_no_other_is_undone():
@@ -162,14 +139,6 @@ def test_batches_of_a_rank_are_listed_oldest_first():
     assert ranks.batches.of_rank(0) == [opened[0][0], opened[2][0]]
 
 
-def test_a_fault_of_the_predictor_keeps_nobody_in():
-    ranks = Ranks()
-    _, attempts = ranks.open(2)
-    ranks.predictor.fault = ZeroDivisionError()
-    assert [ranks.batches.leave(attempt) for attempt in attempts] == [False, True]
-    assert ranks.batches.count(0) == 0
-
-
 @pytest.mark.parametrize("case", ["empty", "twice", "in_two", "left_before", "other_rank"])
 def test_a_wrong_batch_is_a_defect_and_changes_nothing(case):
     ranks = Ranks()
@@ -186,7 +155,7 @@ def test_a_wrong_batch_is_a_defect_and_changes_nothing(case):
     }[case]
     count = ranks.batches.count(0)
     with pytest.raises(AssertionError):
-        ranks.batches.open(0, attempts, "window", 0, 0.0)
+        ranks.batches.open(0, attempts)
     ranks.batches.check()
     assert ranks.batches.count(0) == count
     assert fresh.batch is None
@@ -269,7 +238,6 @@ class Books(RuleBasedStateMachine):
             assert self.ranks.batches.of_rank(rank) == [batch for batch, _ in mine]
             for batch, attempts in mine:
                 assert list(batch.members) == attempts
-                assert batch.predicted_us == 500 + 10_000 * len(attempts)
 
 
 TestBooks = Books.TestCase

@@ -5,7 +5,6 @@ import pytest
 from gateway.config.scheduling import Batch
 from gateway.core.batches_in_flight import BatchesInFlight
 from gateway.core.errors import Reason
-from gateway.core.predictor import Predictor
 from gateway.core.request import Attempt, Request
 from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges import metrics_scheduling
@@ -103,7 +102,7 @@ def test_the_depth_is_read_at_the_scrape():
 
 def test_sizes_are_a_histogram_of_batches():
     world = World(1, scheduling={"mode": "batch"})
-    world.scheduled.batches = BatchesInFlight(1, Predictor())
+    world.scheduled.batches = BatchesInFlight(1)
     world.scheduled.counters.batch_sizes = {1: 4, 5: 2, 2000: 1}
     got = world.samples()
     name = "rankgate_batch_size_sequences"
@@ -118,10 +117,10 @@ def test_the_usual_largest_batch_has_a_bucket_of_its_own():
 
 def test_batches_in_flight_by_rank():
     world = World(2, scheduling={"mode": "batch"})
-    batches = world.scheduled.batches = BatchesInFlight(2, Predictor())
+    batches = world.scheduled.batches = BatchesInFlight(2)
     request = Request(0, world.arrived(), world.now)
     attempt = Attempt(request.sequences[0], "w", 1, 1, 1, world.now)
-    batches.open(1, [attempt], "idle_rank", 10, world.now)
+    batches.open(1, [attempt])
     name = "rankgate_rank_batches_in_flight"
     assert [world.samples()[name, ("rank", rank)] for rank in "01"] == [0, 1]
     batches.leave(attempt)

@@ -65,7 +65,7 @@ class Rig:
         self.settings = Batch(**settings)
         self.predictor = predictor or FixedPredictor()
         self.former = BatchFormer(self.settings, self.predictor)
-        self.in_flight = BatchesInFlight(1, self.predictor)
+        self.in_flight = BatchesInFlight(1)
         self.fits = fits
         self.others = others
         self.queue = []
@@ -102,7 +102,7 @@ class Rig:
                 self.left_at[entry.number] = now
             self.sizes[len(batch.entries)] += 1
             attempts = [make_attempt(entry.number, 0, entry.prompt_tokens) for entry in batch.entries]
-            self.in_flight.open(0, attempts, batch.reason, batch.predicted_us, now)
+            self.in_flight.open(0, attempts)
             self.in_flight.check()
             self.most_in_flight = max(self.most_in_flight, self.in_flight.count(0))
         return formed

@@ -131,7 +131,7 @@ def fill(router, now):
     router.predictor = Predictor(PredictorSettings(**PREDICTED))
     router.ordering = Ordering(Preserve())
     router.response_cache = Cache(ResponseCache())
-    router.batches = BatchesInFlight(2, router.predictor)
+    router.batches = BatchesInFlight(2)
     router.accounts = lambda: [Account("t", Tenant())]
     router.oldest_age_s = lambda now: 0.5
     counters = router.counters
