@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from gateway.config.errors import Loc, Problem
-from gateway.config.scheduling import Batch, Preserve, Queue, Slo
+from gateway.config.scheduling import Admission, Batch, Preserve, Queue, Slo
 from gateway.config.schema import Config
 from gateway.core.formula import FormulaError
 from gateway.core.predictor_formula import compile_prefill, compile_step
@@ -65,15 +65,19 @@ def _check_formula(key: str, text: str, compile_text: Callable[[str], object]) -
 def _check_mode(config: Config) -> Iterator[Problem]:
     scheduling = config.scheduling
     if scheduling.mode == "direct":
-        yield from _without_effect(_QUEUE, scheduling.queue, Queue(), "mode direct; set scheduling.mode: queue")
+        why = "mode direct; set scheduling.mode: queue"
+        yield from _without_effect(_QUEUE, scheduling.queue, Queue(), why)
+        yield from _without_effect(("admission",), config.admission, Admission(), why, only=("max_queue_depth",))
     if scheduling.mode != "batch":
         why = f"mode {scheduling.mode}; set scheduling.mode: batch"
         yield from _without_effect(_BATCH, scheduling.batch, Batch(), why)
 
 
-def _without_effect(loc: Loc, settings: Struct, defaults: Struct, why: str) -> Iterator[Problem]:
-    """A problem for each key that differs from its default. `why` is what switches them off, and what to set."""
-    for name in settings.__struct_fields__:
+def _without_effect(
+    loc: Loc, settings: Struct, defaults: Struct, why: str, *, only: tuple[str, ...] = ()
+) -> Iterator[Problem]:
+    """A problem for each key (of `only`, if given) that is not its default. `why`: what switches it off, what to set."""
+    for name in only or settings.__struct_fields__:
         if getattr(settings, name) != getattr(defaults, name):
             yield Problem((*loc, name), f"'{name}' has no effect with {why}, or leave it out", at_key=True)
 
@@ -92,6 +96,9 @@ def _check_queue(config: Config) -> Iterator[Problem]:
                 yield Problem((*_QUEUE, name), f"'{name}' {_NEEDED}, or gate_tokens in its place", at_key=True)
     elif queue.gate_ms is not None and queue.gate_steps != defaults.gate_steps:
         yield Problem((*_QUEUE, "gate_steps"), "'gate_steps' has no effect with gate_ms; set one of them", at_key=True)
+    if not queue.hold_ratio and config.scheduling.mode != "direct":
+        why = "no hold_ratio; set scheduling.queue.hold_ratio"
+        yield from _without_effect(_QUEUE, queue, defaults, why, only=("max_hold_s",))
     if queue.order == "hrrn" and queue.hold_ratio:
         yield Problem(
             (*_QUEUE, "hold_ratio"),
@@ -129,6 +136,9 @@ def _check_slo(config: Config) -> Iterator[Problem]:
         yield Problem(("slo", "mode"), f"slo.mode {slo.mode} {_NEEDED}")
     if slo.mode != "off" and not slo.ttft:
         yield Problem(("slo", "mode"), f"slo.mode {slo.mode} needs an objective: set slo.ttft")
+    if slo.mode == "off":
+        why = "slo.mode off; set slo.mode: shadow or enforce"
+        yield from _without_effect(("slo",), slo, Slo(), why, only=("margin_ms",))
     yield from _check_objectives(slo)
     yield from _check_priorities(("slo", "priorities"), [item.priority for item in slo.priorities])
 
