@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from gateway.config.errors import Loc, Problem
-from gateway.config.scheduling import Admission, Batch, Preserve, Queue, Slo
+from gateway.config.scheduling import Batch, Preserve, Queue, Slo
 from gateway.config.schema import Config
 from gateway.core.formula import FormulaError
 from gateway.core.predictor_formula import compile_prefill, compile_step
@@ -65,9 +65,7 @@ def _check_formula(key: str, text: str, compile_text: Callable[[str], object]) -
 def _check_mode(config: Config) -> Iterator[Problem]:
     scheduling = config.scheduling
     if scheduling.mode == "direct":
-        why = "mode direct; set scheduling.mode: queue"
-        yield from _without_effect(_QUEUE, scheduling.queue, Queue(), why)
-        yield from _without_effect(("admission",), config.admission, Admission(), why, only=("max_queue_depth",))
+        yield from _without_effect(_QUEUE, scheduling.queue, Queue(), "mode direct; set scheduling.mode: queue")
     if scheduling.mode != "batch":
         why = f"mode {scheduling.mode}; set scheduling.mode: batch"
         yield from _without_effect(_BATCH, scheduling.batch, Batch(), why)

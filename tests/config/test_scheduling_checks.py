@@ -51,7 +51,6 @@ MODES = [
     ("scheduling: {batch: {§max_requests: 4}}\n", "'max_requests' has no effect with mode direct; set scheduling.mode: batch, or leave it out (at $.scheduling.batch.max_requests)"),
     ("scheduling: {mode: queue, batch: {§window_ms: 0}}\n", "'window_ms' has no effect with mode queue; set scheduling.mode: batch, or leave it out (at $.scheduling.batch.window_ms)"),
     ("scheduling: {mode: §quue}\n", "unknown value 'quue'; expected one of batch, direct, queue; did you mean 'queue'? (at $.scheduling.mode)"),
-    ("admission: {§max_queue_depth: 5}\n", "'max_queue_depth' has no effect with mode direct; set scheduling.mode: queue, or leave it out (at $.admission.max_queue_depth)"),
     ("scheduling: {mode: queue, queue: {§max_hold_s: 2}}\n", "'max_hold_s' has no effect with no hold_ratio; set scheduling.queue.hold_ratio, or leave it out (at $.scheduling.queue.max_hold_s)"),
     ("slo: {§margin_ms: 5}\n", "'margin_ms' has no effect with slo.mode off; set slo.mode: shadow or enforce, or leave it out (at $.slo.margin_ms)"),
     ("preserve: {§max_places: 5}\n", "'max_places' has no effect with ordering none; set ordering: preserve, or leave it out (at $.preserve.max_places)"),
