@@ -60,13 +60,14 @@ def _queue(draw: Any, *, preserves: bool, has_model: bool) -> dict[str, Any]:
         "max_in_flight_per_rank": draw(_some(None, 1, 2)),
         "kv_limit": draw(_some(0.95, 0.5)),
         "hold_ratio": None if order == "hrrn" else draw(_some(None, 0.7)),
-        "max_hold_s": 0.5,
         "max_wait_s": draw(_some(None, 0.4, 30.0)),
         "timeout_s": draw(_some(None, 1.5)),
         "timeout_action": "reject" if preserves else draw(_some("reject", "delay")),
         "no_rank_wait_s": draw(_some(NO_RANK_WAIT_S, 0.0)),
         "hold_until_queued": draw(_some(None, 3)),
     }
+    if queue["hold_ratio"] is not None:
+        queue["max_hold_s"] = 0.5
     if not preserves and draw(st.booleans()):
         queue["levels"] = [
             {
