@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import msgspec
 
-from gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from gateway.client import Client, GenerationError
 
 Expected = Callable[[list[int], int], list[int]]
+TIMEOUT_S = 60.0
 TRACE = Path(__file__).parent.parent / "data" / "azure_conv_slice.csv"
 
 
@@ -54,39 +54,39 @@ class Replay:
 
     async def run(self) -> None:
         """Send every job at its time, open loop, and wait for all of them."""
-        async with grpc.aio.insecure_channel(self._address) as channel, asyncio.TaskGroup() as tasks:
-            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        async with Client(self._address) as client, asyncio.TaskGroup() as tasks:
             begin = time.monotonic()
             for job in self.jobs:
                 await asyncio.sleep(begin + job.arrival_s - time.monotonic())
-                tasks.create_task(self._one(stub, job))
+                tasks.create_task(self._one(client, job))
 
-    async def _one(self, stub: "gateway_pb2_grpc.GatewayServiceAsyncStub", job: Job) -> None:
+    async def _one(self, client: Client, job: Job) -> None:
         prompt = _prompt(job.prompt_number, job.prompt_tokens, self._vocab_size)
-        request = gateway_pb2.GenerateRequest(
-            prompt_token_ids=prompt,
-            sampling=gateway_pb2.Sampling(max_tokens=job.output_tokens, ignore_eos=True, temperature=0.0),
-        )
         result = Result()
         received: list[int] = []
         self.started += 1
         sent_at = last_at = time.monotonic()
         try:
-            async for message in stub.Generate(request, timeout=60.0):
-                now = time.monotonic()
-                if not received:
-                    result.ttft_s = now - sent_at
-                else:
-                    result.gaps_s.append(now - last_at)
-                last_at = now
-                received.extend(message.token_ids)
-                if message.HasField("finish"):
-                    result.rank = message.finish.rank
+            async with asyncio.timeout(TIMEOUT_S):
+                start = client.start(prompt, max_tokens=job.output_tokens, ignore_eos=True, temperature=0.0)
+                async with await start as generation:
+                    async for message in generation:
+                        now = time.monotonic()
+                        if not received:
+                            result.ttft_s = now - sent_at
+                        else:
+                            result.gaps_s.append(now - last_at)
+                        last_at = now
+                        received.extend(message.token_ids)
+                        if message.HasField("finish"):
+                            result.rank = message.finish.rank
             result.e2e_s = last_at - sent_at
             if received != self._right_answer(job, prompt, received):
                 result.error = f"{len(received)} tokens came back, not the {job.output_tokens} that were generated"
-        except grpc.aio.AioRpcError as error:
-            result.error = f"{error.code().name}: {error.details()}"
+        except GenerationError as error:
+            result.error = str(error)
+        except TimeoutError:
+            result.error = f"no end after {TIMEOUT_S:g} s"
         result.tokens = len(received)
         self.results.append(result)
 
