@@ -112,7 +112,8 @@ class LoadReports(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     TokenSpeed samples before the step commits (its last report always overstates), counts waiting
     requests inside the running ones and sends load only with rows. vLLM samples after the commit, counts
-    them apart and sends one batch without rows when it runs dry.
+    them apart and sends one batch without rows when it runs dry. To a coordinator it reports every change of its counts
+    by itself, unless `snapshot` is none.
     """
 
     snapshot: SnapshotTiming | None = None
@@ -171,6 +172,9 @@ class StubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     telemetry: TelemetrySettings = TelemetrySettings()
     kv_events: KvEvents = KvEvents()
     wire: WireForm = WireForm()
+    lockstep: Annotated[
+        bool, Meta(description="vLLM: the ranks of the process step together, in waves; needs a coordinator")
+    ] = False
     strict_vllm: Annotated[bool, Meta(description="vLLM ranks die or go deaf on the inputs that kill a real one")] = (
         False
     )
@@ -181,6 +185,9 @@ class StubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     output_hwm: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(description="batches queued at the output socket; null: 1000 TokenSpeed, unlimited vLLM"),
+    ] = None
+    socks_proxy: Annotated[
+        str | None, Meta(description="HOST:PORT of a SOCKS5 proxy for all connections to the gateway; null: direct")
     ] = None
 
     @property

@@ -10,20 +10,22 @@ import asyncio
 import msgspec
 import zmq
 
+from engine_stub.coordination import READY, SUBSCRIBE, CoordinatorSockets
 from engine_stub.faults import Faults
 from engine_stub.sockets import FrameReader, Frames
 from engine_stub.wire.codec import Codec, RankCard
-from engine_stub.wire.handshake import HandshakeError, decode_init
+from engine_stub.wire.handshake import Addresses, HandshakeError, decode_init
 
 HANDSHAKE_LINGER_MS = 1000
 """READY is the handshake socket's last message; it must leave before the socket is gone."""
 
 
 class Dialled(msgspec.Struct, frozen=True):
-    """The two data sockets of a registered rank."""
+    """The two data sockets of a registered rank, and those to the coordinator if it was given one."""
 
     inputs: zmq.Socket[bytes]
     outputs: zmq.Socket[bytes]
+    coordinator: CoordinatorSockets | None = None
 
 
 class Dialler(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,10 +36,11 @@ class Dialler(msgspec.Struct, frozen=True, kw_only=True):
     codec: Codec
     output_hwm: int
     timeout_s: float
+    socks_proxy: str | None = None
 
     async def dial(self, identity: bytes, card: RankCard, faults: Faults) -> Dialled:
         """Run one handshake; raises `HandshakeError` when no usable INIT comes in time."""
-        socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        socket = self._socket(zmq.DEALER)
         arrived: asyncio.Queue[Frames] = asyncio.Queue()
         reader = FrameReader(socket, arrived.put_nowait)
         try:
@@ -52,7 +55,7 @@ class Dialler(msgspec.Struct, frozen=True, kw_only=True):
             async with asyncio.timeout(self.timeout_s):
                 addresses = decode_init(await arrived.get())
             await asyncio.sleep(faults.slow_handshake_s)
-            return self._register(socket, identity, card, addresses.inputs[0], addresses.outputs[0], faults)
+            return await self._register(socket, identity, card, addresses, faults)
         except TimeoutError:
             socket.setsockopt(zmq.LINGER, 0)
             raise HandshakeError(
@@ -65,20 +68,14 @@ class Dialler(msgspec.Struct, frozen=True, kw_only=True):
             reader.stop()
             socket.close()
 
-    def _register(
-        self,
-        handshake: zmq.Socket[bytes],
-        identity: bytes,
-        card: RankCard,
-        input_address: str,
-        output_address: str,
-        faults: Faults,
+    async def _register(
+        self, handshake: zmq.Socket[bytes], identity: bytes, card: RankCard, addresses: Addresses, faults: Faults
     ) -> Dialled:
+        input_address, output_address = addresses.inputs[0], addresses.outputs[0]
         registers_first = self.codec.registers_before_ready is not faults.swap_ready
         if not registers_first:
             handshake.send(self.codec.status("READY"))
-        inputs: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
-        outputs: zmq.Socket[bytes] = self.context.socket(zmq.PUSH)
+        inputs, outputs = self._socket(zmq.DEALER), self._socket(zmq.PUSH)
         try:
             for data_socket in (inputs, outputs):
                 data_socket.setsockopt(zmq.LINGER, 0)
@@ -94,6 +91,44 @@ class Dialler(msgspec.Struct, frozen=True, kw_only=True):
             raise HandshakeError(
                 f"INIT's addresses can't be used ({input_address}, {output_address}): {error}"
             ) from error
+        try:
+            coordinator = await self._subscribe(addresses)
+        except BaseException:
+            inputs.close()
+            outputs.close()
+            raise
         if registers_first:
             handshake.send(self.codec.status("READY"))
-        return Dialled(inputs, outputs)
+        return Dialled(inputs, outputs, coordinator)
+
+    async def _subscribe(self, addresses: Addresses) -> CoordinatorSockets | None:
+        """Ask the coordinator for what it publishes, and wait for its answer, as a real rank does."""
+        if addresses.coordinator_input is None or addresses.coordinator_output is None:
+            return None
+        waves, reports = self._socket(zmq.XSUB), self._socket(zmq.PUSH)
+        arrived: asyncio.Queue[Frames] = asyncio.Queue()
+        reader = FrameReader(waves, arrived.put_nowait)
+        try:
+            for socket, address in ((waves, addresses.coordinator_input), (reports, addresses.coordinator_output)):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.connect(address)
+            waves.send(SUBSCRIBE)
+            reader.start()
+            async with asyncio.timeout(self.timeout_s):
+                while await arrived.get() != [READY]:
+                    pass
+        except BaseException as error:
+            reader.stop()
+            waves.close()
+            reports.close()
+            if isinstance(error, TimeoutError):
+                raise HandshakeError(f"the coordinator did not answer within {self.timeout_s:g} s") from None
+            raise
+        reader.stop()
+        return CoordinatorSockets(waves, reports)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self.context.socket(kind)
+        if self.socks_proxy is not None:
+            socket.setsockopt_string(zmq.SOCKS_PROXY, self.socks_proxy)
+        return socket

@@ -22,6 +22,7 @@ from engine_stub.records import Records
 from engine_stub.reporting import LoadReporter
 from engine_stub.scheduler import Admission, CacheEvent, ForwardOutput, Request, Rows, Scheduler, Sequence, StepPlan
 from engine_stub.scheduler.sequence import Finish
+from engine_stub.spoil import distorted
 from engine_stub.telemetry import Telemetry
 from engine_stub.telemetry_log import EventLog, StepTimer
 from engine_stub.wire.codec import Abort, Add, Codec, Consequence, Load, Malformed, Problem, Utility, Wave
@@ -77,6 +78,7 @@ class RankEngine:
         self._plan: StepPlan | None = None
         self._output: ForwardOutput | None = None
         self._load = LoadReporter(self.scheduler, config.load, codec)
+        self._waves: list[Wave | int] = []
 
     @property
     def live_ids(self) -> frozenset[str]:
@@ -123,12 +125,32 @@ class RankEngine:
                     self._abort(request_id, now)
             case Wave():
                 self.records.received_waves.append(message)
+                self._note_wave(message)
             case Utility():
                 result = self.scheduler.reset_prefix_cache() if message.method == "reset_prefix_cache" else None
                 return [self.codec.utility_reply(message, self._index, now, result)]
             case Malformed():
                 self._bad(message.problem, None)
         return []
+
+    def take_waves(self) -> list[Wave | int]:
+        """Starts of waves, and the waves of requests, in the order in which they arrived since the last call."""
+        waves, self._waves = self._waves, []
+        return waves
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the scheduler has requests, or rows are still to be sent; the inbox is for the next step."""
+        return bool(self.scheduler.live_count or self._pending.sequences)
+
+    @property
+    def load_now(self) -> Load | None:
+        """The load for a report to the coordinator, as the faults want it; None: there is none."""
+        if self._config.load.snapshot == "none":
+            return None
+        scheduler = self.scheduler
+        load = Load(scheduler.active_count, scheduler.waiting_count, scheduler.pool.used, scheduler.pool.total)
+        return distorted(load, self.faults)
 
     def begin(self) -> float | None:
         """Start a step; its modelled duration in ms, or None when there is nothing to do."""
@@ -234,9 +256,15 @@ class RankEngine:
 
     # Inputs.
 
+    def _note_wave(self, wave: Wave | int) -> None:
+        if self._config.lockstep:
+            self._waves.append(wave)
+
     def _receive_add(self, message: Add, now: float) -> None:
         request = message.request
         self.records.add(request)
+        self.records.received_add_waves.append(message.wave)
+        self._note_wave(message.wave)
         was_aborted = self._inbox.was_aborted(request.id, now)
         if message.problem is not None:
             self._bad(message.problem, request)

@@ -13,7 +13,7 @@ from msgspec import Meta
 Every = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 LoadFault = Literal["drop", "negative", "float", "text", "short", "overfull"]
-GarbageKind = Literal["noise", "foreign_tag", "empty", "truncate", "ragged"]
+GarbageKind = Literal["noise", "foreign_tag", "empty", "truncate", "ragged", "replace"]
 
 
 class WireForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -43,7 +43,8 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ignore_aborts: Annotated[int, Meta(ge=0, description="do not act on the first n aborted ids")] = 0
     garbage_every: Annotated[Every | None, Meta(description="every k-th batch comes with, or as, garbage")] = None
     garbage_kind: Annotated[
-        GarbageKind, Meta(description="noise, foreign_tag, empty: one more frame; truncate, ragged: the batch itself")
+        GarbageKind,
+        Meta(description="noise, foreign_tag, empty: one more frame; truncate, ragged, replace: the batch itself"),
     ] = "noise"
     drop_tokens_every: Annotated[Every | None, Meta(description="every k-th row loses its tokens but counts them")] = (
         None

@@ -11,13 +11,14 @@ from engine_stub.backend import Backend, BackendInfo, registry
 from engine_stub.config import Protocol, StubConfig
 from engine_stub.dial import Dialler
 from engine_stub.kv_events import SOCKETS as SOCKETS_FOR_EVENTS
+from engine_stub.lockstep import Barrier
 from engine_stub.rank import RankSettings, StubRank
 from engine_stub.recipe import recipe_fingerprint
 from engine_stub.wire.codec import Codec, RankCard
 from engine_stub.wire.tokenspeed import TokenSpeedCodec
 from engine_stub.wire.vllm import VllmCodec
 
-SOCKETS_PER_RANK = 3 + SOCKETS_FOR_EVENTS
+SOCKETS_PER_RANK = 5 + SOCKETS_FOR_EVENTS
 SPARE_SOCKETS = 64
 MAX_INDEX = 0xFFFF
 """Identities are two bytes."""
@@ -52,6 +53,8 @@ class StubGroup:
         info = spare[0].info
         if not 0 <= start_index <= start_index + ranks - 1 <= MAX_INDEX:
             raise ValueError(f"engine indexes {start_index}..{start_index + ranks - 1} don't fit two bytes")
+        if config.lockstep and protocol != "vllm":
+            raise ValueError("lockstep is for ranks that speak vllm: others have no waves")
         self.protocol = protocol
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_PER_RANK * ranks + SPARE_SOCKETS)
@@ -67,11 +70,13 @@ class StubGroup:
                 codec=codec,
                 output_hwm=codec.default_output_hwm if config.output_hwm is None else config.output_hwm,
                 timeout_s=config.handshake_timeout_s,
+                socks_proxy=config.socks_proxy,
             ),
             make_backend=make_backend,
             config=config,
             auto_step=auto_step,
             record_limit=record_limit,
+            barrier=Barrier(ranks) if config.lockstep else None,
         )
         self.ranks: list[StubRank] = []
         try:

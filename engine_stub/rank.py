@@ -16,6 +16,7 @@ from engine_stub.dial import Dialler
 from engine_stub.engine import RankEngine, ScriptedRow
 from engine_stub.faults import Faults, changed
 from engine_stub.kv_events import KvEventPublisher
+from engine_stub.lockstep import Barrier
 from engine_stub.records import Records
 from engine_stub.scheduler import Request
 from engine_stub.serving import Serving
@@ -44,6 +45,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     config: StubConfig
     auto_step: bool
     record_limit: int
+    barrier: Barrier | None = None
 
 
 class StubRank:
@@ -223,6 +225,8 @@ class StubRank:
             sockets,
             time_scale=self._settings.config.time_scale,
             auto_step=self._settings.auto_step,
+            barrier=(self._settings.barrier, self.number) if self._settings.barrier is not None else None,
+            index=self._card.index,
             on_change=self._on_change,
             on_death=self._on_death,
         )

@@ -36,6 +36,7 @@ class Records:
         self.bad = 0
         self.refused: Counter[Admission] = Counter()
         self.received_adds: deque[Request] = deque(maxlen=limit)
+        self.received_add_waves: deque[int] = deque(maxlen=limit)
         self.received_aborts: deque[str] = deque(maxlen=limit)
         self.received_waves: deque[Wave] = deque(maxlen=limit)
         self.refusals: deque[Refusal] = deque(maxlen=limit)

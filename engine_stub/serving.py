@@ -8,11 +8,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from engine_stub.coordination import Coordination
 from engine_stub.dial import Dialled
 from engine_stub.engine import Fate, RankEngine
 from engine_stub.faults import Faults
+from engine_stub.lockstep import Barrier, LockstepRank
 from engine_stub.sockets import FrameReader, Frames, FrameSender
 from engine_stub.wire.codec import SENTINEL
+from engine_stub.wire.vllm import VllmCodec
 
 MAX_CATCH_UP_S = 0.005
 """A lagging step starts at most this much before now."""
@@ -30,6 +33,8 @@ class Serving:
         *,
         time_scale: float,
         auto_step: bool,
+        index: int,
+        barrier: tuple[Barrier, int] | None,
         on_change: Callable[[], None],
         on_death: Callable[[], None],
     ) -> None:
@@ -40,12 +45,21 @@ class Serving:
         self._on_change = on_change
         self._on_death = on_death
         self._loop = asyncio.get_running_loop()
+        self._coordination: Coordination | None = None
+        if sockets.coordinator is not None:
+            codec = engine.codec
+            assert isinstance(codec, VllmCodec)
+            self._coordination = Coordination(sockets.coordinator, index, codec.report, self._on_frames)
+        self._lockstep: LockstepRank | None = None
+        if barrier is not None:
+            self._lockstep = LockstepRank(*barrier, index, self._say)
         self._reader = FrameReader(sockets.inputs, self._on_frames)
         self._sender = FrameSender(sockets.outputs, self._wake)
         self._is_open = True
         self._is_deaf = False
         self._is_woken = False
         self._is_stepping = False
+        self._is_idle_step = False
         self._is_held = False
         self._deadline: float | None = None
         self._step_timer: asyncio.Handle | None = None
@@ -67,16 +81,36 @@ class Serving:
         Without work the report that is owed, if any, is sent.
         """
         self._reader.drain()
+        if self._coordination is not None:
+            self._coordination.drain()
         if not self._is_open or self._is_stalled or self._has_died():
             return False
+        if self._lockstep is not None:
+            return self._step_together(self._lockstep)
         has_work = self._engine.begin() is not None
         if self._engine.fate is Fate.DEAD:
             self._die(with_sentinel=True)
             return False
         now = time.monotonic()
         self.send(self._engine.finish(now) if has_work else self._engine.run_dry(now))
+        self._report()
         self._on_change()
         return has_work
+
+    def commit(self) -> bool:
+        """See `lockstep.Member`."""
+        now = time.monotonic()
+        self.send(self._engine.run_dry(now) if self._is_idle_step else self._engine.finish(now))
+        self._report()
+        self._on_change()
+        return self._engine.is_unfinished
+
+    def go_on(self, *, is_unfinished: bool) -> None:
+        """See `lockstep.Member`."""
+        assert self._lockstep is not None
+        self._is_stepping = False
+        self._lockstep.end_step(is_unfinished=is_unfinished)
+        self._wake()
 
     def send(self, messages: list[Frames]) -> None:
         """Send messages on the output socket; a mute rank sends nothing."""
@@ -92,6 +126,10 @@ class Serving:
                 timer.cancel()
         self._reader.stop()
         self._sender.stop()
+        if self._lockstep is not None:
+            self._lockstep.leave()
+        if self._coordination is not None:
+            self._coordination.close(linger_ms)
         self._sockets.inputs.close(linger=0)
         self._sockets.outputs.close(linger=linger_ms)
 
@@ -108,9 +146,13 @@ class Serving:
     def _stall_or_go_on(self) -> None:
         if self._is_stalled:
             self._reader.stop()
+            if self._coordination is not None:
+                self._coordination.stop()
             return
         if not self._is_deaf:
             self._reader.start()
+            if self._coordination is not None:
+                self._coordination.start()
         if self._is_held:
             self._is_held = False
             self._finish()
@@ -125,6 +167,8 @@ class Serving:
         if self._engine.fate is Fate.DEAF:
             self._is_deaf = True
             self._reader.stop()
+            if self._coordination is not None:
+                self._coordination.stop()
             self._sockets.inputs.close(linger=0)
         self._wake()
         self._on_change()
@@ -144,13 +188,14 @@ class Serving:
             return
         if self._has_died():
             return
-        duration_ms = self._engine.begin()
+        duration_ms = self._take_part()
         now = time.monotonic()
         if self._engine.fate is Fate.DEAD:
             self._die(with_sentinel=True)
         elif duration_ms is None:
             self._deadline = None
             self.send(self._engine.run_dry(now))
+            self._report()
             self._on_change()
         else:
             self._is_stepping = True
@@ -164,10 +209,46 @@ class Serving:
         if self._is_stalled:
             self._is_held = True
             return
+        if self._lockstep is not None:
+            self._lockstep.arrive(self)
+            return
         self._is_stepping = False
         self.send(self._engine.finish(time.monotonic()))
+        self._report()
         self._on_change()
         self._begin()
+
+    def _take_part(self) -> float | None:
+        """Begin a step; its duration in ms, or None when there is none. Ranks in lockstep step with those that have work."""
+        if self._lockstep is not None:
+            self._lockstep.take_up(self._engine.take_waves())
+        duration_ms = self._engine.begin()
+        self._report()
+        self._is_idle_step = duration_ms is None
+        if self._is_idle_step and self._lockstep is not None and self._lockstep.state.is_running:
+            return 0.0
+        return duration_ms
+
+    def _step_together(self, lockstep: LockstepRank) -> bool:
+        """By hand: come to the barrier, unless the rank waits there already; whether it does."""
+        if not self._is_stepping:
+            if self._take_part() is None:
+                self.send(self._engine.run_dry(time.monotonic()))
+                return False
+            self._is_stepping = True
+            lockstep.arrive(self)
+        return True
+
+    def _report(self) -> None:
+        """Tell the coordinator what has changed."""
+        load = self._engine.load_now
+        if self._coordination is not None and load is not None and self._engine.fate is not Fate.MUTE:
+            wave, step = (self._lockstep.state.current, self._lockstep.state.step) if self._lockstep else (0, 0)
+            self._coordination.report(load, wave, step)
+
+    def _say(self, complete: int | None, start: int | None) -> None:
+        if self._coordination is not None:
+            self._coordination.say(complete, start)
 
     def _has_died(self) -> bool:
         """Carry out the scripted death when it is due."""

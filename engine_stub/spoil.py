@@ -25,6 +25,8 @@ def spoil(kind: GarbageKind, frames: list[bytes]) -> list[list[bytes]]:
             return [[frames[0][: len(frames[0]) // 2], *frames[1:]]]
         case "ragged":
             return [[_ragged(frames[0]), *frames[1:]]]
+        case "replace":
+            return [[NOISE]]
 
 
 def _ragged(payload: bytes) -> bytes:

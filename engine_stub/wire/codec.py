@@ -52,6 +52,8 @@ class Add(msgspec.Struct, frozen=True):
 
     request: Request
     problem: Problem | None = None
+    wave: int = 0
+    """The wave that the sender counts it in."""
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -61,7 +63,7 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 class Wave(msgspec.Struct, frozen=True):
-    """START_DP_WAVE of lockstep groups; the stub's ranks are independent and only record it."""
+    """START_DP_WAVE of lockstep groups; independent ranks only record it."""
 
     wave: int
     exclude: int | None

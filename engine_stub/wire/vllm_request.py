@@ -92,7 +92,7 @@ def to_add(message: EngineCoreRequest, config: StubConfig) -> Add:
         uses_prefix_cache=not params.skip_reading_prefix_cache,
         cache_salt=message.cache_salt or "",
     )
-    return Add(request, _problem(message, config))
+    return Add(request, _problem(message, config), message.current_wave)
 
 
 def _sampling(params: SamplingParams) -> Sampling:
@@ -136,7 +136,7 @@ def _deafening(params: SamplingParams) -> str | None:
         (-2 <= params.presence_penalty <= 2, "presence_penalty must be in [-2, 2]"),
         (-2 <= params.frequency_penalty <= 2, "frequency_penalty must be in [-2, 2]"),
         (params.repetition_penalty > 0, "repetition_penalty must be positive"),
-        (params.temperature >= 0, f"temperature must not be negative, got {params.temperature}"),
+        (0 <= params.temperature <= 2, f"temperature must be in [0, 2], got {params.temperature}"),
         (0 < params.top_p <= 1, f"top_p must be in (0, 1], got {params.top_p}"),
         (params.top_k >= -1, f"top_k must be 0 or -1 (off) or at least 1, got {params.top_k}"),
         (0 <= params.min_p <= 1, f"min_p must be in [0, 1], got {params.min_p}"),

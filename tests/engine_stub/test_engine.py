@@ -366,6 +366,14 @@ class TestFaults:
         raw = msgspec.msgpack.decode(payload)
         assert raw[1:3] == [["a"], []] if protocol == "tokenspeed" else raw[1] == [["a"]]
 
+    def test_a_replaced_batch_is_gone(self, protocol):
+        driver = EngineDriver(protocol, faults=Faults(garbage_every=2, garbage_kind="replace"))
+        driver.add("a", max_tokens=2)
+        assert len(driver.step_raw()) == 1
+        ((payload,),) = driver.step_raw()
+        with pytest.raises(msgspec.DecodeError):
+            msgspec.msgpack.decode(payload)
+
     def test_faults_are_checked_when_they_are_set(self):
         assert changed(Faults(silent=True), {"die_at_token": 5}) == Faults(silent=True, die_at_token=5)
         assert changed(Faults(), {"wire": {"tokenspeed_batch": 9}}).wire == WireForm(tokenspeed_batch=9)

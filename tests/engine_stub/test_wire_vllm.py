@@ -214,6 +214,7 @@ def test_what_cannot_be_read_deafens_a_real_rank(codec, frames):
     "params",
     [
         {"temperature": -0.5},
+        {"temperature": 2.01},
         {"temperature": float("nan")},
         {"top_p": 1.1},
         {"top_p": 0.0},
