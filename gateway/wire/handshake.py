@@ -6,7 +6,8 @@ response on the input socket in either order (vLLM sends the response first, Tok
 Every decoder here raises `WireError` and nothing else, whatever the bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Literal
 
 import msgspec
@@ -46,7 +47,7 @@ class _Addresses(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Init(msgspec.Struct, frozen=True, kw_only=True):
     addresses: _Addresses
-    parallel_config: dict[str, int] = {}
+    parallel_config: Mapping[str, object] = {}
 
 
 class _ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,16 +98,33 @@ def encode_init(
     *,
     coordinator_input: str | None = None,
     coordinator_output: str | None = None,
+    parallel_config: Mapping[str, object] = MappingProxyType({}),
 ) -> bytes:
     """Encode the answer to HELLO: where this rank is to connect.
 
     Ranks use the first address of each list. The coordinator addresses exist for vLLM only; None
-    leaves them out of its start-up. `parallel_config` stays empty: the ranks come from one launcher.
+    leaves them out of its start-up. `parallel_config` is set in the rank's own configuration: it is
+    empty where the ranks are independent, and tells those of a lockstep group where they meet.
     """
     addresses = _Addresses(
         inputs=inputs, outputs=outputs, coordinator_input=coordinator_input, coordinator_output=coordinator_output
     )
-    return msgspec.msgpack.encode(_Init(addresses=addresses))
+    return msgspec.msgpack.encode(_Init(addresses=addresses, parallel_config=dict(parallel_config)))
+
+
+def meeting_point(host: str, ports: Sequence[int], ranks: int) -> dict[str, object]:
+    """Return the `parallel_config` of a lockstep group (vLLM): its first rank listens on `ports` of `host`.
+
+    The first port is that of the data-parallel group, the others are for what a rank opens later. A store of the
+    front end's own, from which recent ranks could take the ports, is declined with port 0.
+    """
+    return {
+        "data_parallel_master_ip": host,
+        "data_parallel_master_port": ports[0],
+        "_data_parallel_master_port_list": list(ports[1:]),
+        "_coord_store_port": 0,
+        "data_parallel_size": ranks,
+    }
 
 
 def decode_ready_response(payload: Frame) -> RankInfo:

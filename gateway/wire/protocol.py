@@ -20,6 +20,8 @@ class EngineProtocol(TypingProtocol):
     """
 
     name: Protocol
+    coordinator: "CoordinatorProtocol | None"
+    """None where the family's ranks report to nobody but through their batches."""
 
     def encode_add(self, request: EngineRequest) -> list[bytes]:
         """Frames `[type, payload]` that submit one request."""
@@ -31,4 +33,23 @@ class EngineProtocol(TypingProtocol):
 
     def decode_output(self, frames: Sequence[Frame]) -> EngineMessage:
         """Decode one message of a rank's output socket (payload frame first, then aux frames)."""
+        ...
+
+
+class CoordinatorProtocol(TypingProtocol):
+    """What a coordinator of a group's ranks hears and says. Pure and stateless."""
+
+    ready: bytes
+    """The answer to a subscription: the rank waits for it."""
+
+    def is_subscription(self, payload: Frame) -> bool:
+        """Whether a message on the published socket asks for what is published."""
+        ...
+
+    def encode_start_wave(self, wave: int) -> list[bytes]:
+        """Frames that make every rank of a lockstep group step, unless it is past this wave."""
+        ...
+
+    def decode_report(self, frames: Sequence[Frame]) -> EngineMessage:
+        """Decode what a rank pushed: a batch without rows that holds its load, wave control, or noise."""
         ...

@@ -6,6 +6,7 @@ load is lenient: a bad tail costs the snapshot, never a token.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final
 
 import msgspec
 from msgspec import Raw
@@ -34,6 +35,7 @@ class _Batch(msgspec.Struct, array_like=True, tag=TAG, kw_only=True):
     kv_total_pages: Opaque = 0
 
 
+_MAX_REMEMBERED_ROWS: Final = 4096
 _BATCH = msgspec.msgpack.Decoder(_Batch)
 _LOGPROB_VALUES = msgspec.msgpack.Decoder(list[list[float]])
 _LOGPROB_IDS = msgspec.msgpack.Decoder(list[Tokens])
@@ -82,7 +84,8 @@ def _is_ragged(batch: _Batch) -> bool:
 def _logprobs_column(batch: _Batch) -> Sequence[Sequence[TokenLogprob] | None] | None:
     """Return None when no row has logprobs. Raises ValueError for columns or rows that don't fit."""
     rows = len(batch.rids)
-    empty = _empty_rows(rows)
+    # A rank's batch has some hundred rows; what is longer must not fill the memory with what it looks like.
+    empty = _empty_rows(rows) if rows <= _MAX_REMEMBERED_ROWS else _empty_rows.__wrapped__(rows)
     if bytes(batch.logprob_values) == empty and bytes(batch.logprob_ids) == empty:
         return None
     values = _LOGPROB_VALUES.decode(batch.logprob_values)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gateway.types import EngineMessage, EngineRequest, Protocol
 from gateway.wire.common import encode_abort, open_message
-from gateway.wire.protocol import Frame
+from gateway.wire.protocol import CoordinatorProtocol, Frame
 from gateway.wire.tokenspeed.outputs import decode_batch
 from gateway.wire.tokenspeed.requests import encode_add
 
@@ -13,6 +13,7 @@ class TokenSpeedProtocol:
     """Codec for ranks started with `ts serve --headless`. Stateless; safe to share."""
 
     name: Protocol = "tokenspeed"
+    coordinator: CoordinatorProtocol | None = None
 
     def encode_add(self, request: EngineRequest) -> list[bytes]:
         """Frames `[type, payload]`; the payload is the 11-element prefix of `TokenizedGenerateReqInput`."""

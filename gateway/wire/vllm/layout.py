@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from gateway.types import EngineLoad, FinishReason
+from gateway.types import EngineLoad, FinishReason, LoadSource
 from gateway.wire.common import Fault, Opaque, Tokens, as_count
 from gateway.wire.vllm.tensors import Logprobs
 
@@ -67,6 +67,7 @@ class SchedulerStats(msgspec.Struct):
     num_skipped_waiting_reqs: Opaque = 0
     kv_cache_usage: Opaque = None
     step_counter: Opaque = None
+    current_wave: Opaque = None
 
 
 Stats = SchedulerStats | list[Raw] | str | int | float | bool | None
@@ -99,7 +100,14 @@ def finish_column(reasons: list[int | None]) -> list[FinishReason]:
     return [_FINISH_REASONS.get(reason, "error") for reason in reasons]
 
 
-def read_load(stats: Stats) -> tuple[EngineLoad | None, Fault | None]:
+def read_time(value: Opaque) -> float | None:
+    """Read a message's time, in s of the rank's monotonic clock; None where it isn't one."""
+    return value if type(value) is float and 0.0 < value < math.inf else None
+
+
+def read_load(
+    stats: Stats, taken_at_s: float | None, source: LoadSource = "output"
+) -> tuple[EngineLoad | None, Fault | None]:
     """Read the load snapshot: (None, None) when the rank sent none, (None, fault) when it is unusable."""
     if stats is None:
         return None, None
@@ -112,7 +120,13 @@ def read_load(stats: Stats) -> tuple[EngineLoad | None, Fault | None]:
     if not isinstance(usage, int | float) or isinstance(usage, bool) or not math.isfinite(usage):
         return None, Fault.BAD_LOAD
     load = EngineLoad(
-        running=running, waiting=waiting + skipped, kv_usage=float(usage), step_counter=_step(stats.step_counter)
+        running=running,
+        waiting=waiting + skipped,
+        kv_usage=float(usage),
+        step_counter=_step(stats.step_counter),
+        wave=_step(stats.current_wave) or 0,
+        taken_at_s=taken_at_s,
+        source=source,
     )
     return load, None
 

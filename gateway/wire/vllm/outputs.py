@@ -24,6 +24,7 @@ from gateway.wire.vllm.layout import (
     UtilityOutput,
     finish_column,
     read_load,
+    read_time,
 )
 from gateway.wire.vllm.salvage import Salvaged, salvage
 from gateway.wire.vllm.tensors import BadTensorError, read_logprobs
@@ -67,14 +68,15 @@ def decode_outputs(payload: bytes, frames: Sequence[Frame]) -> EngineMessage:
         return _salvage(payload, frames)
     if not message.outputs and (control := _control(message)) is not None:
         return control
-    return _batch(Salvaged(message.engine_index, message.outputs, [], False, message.scheduler_stats, None), frames)
+    whole = Salvaged(message.engine_index, message.outputs, [], False, message.scheduler_stats, None)
+    return _batch(whole, frames, read_time(message.timestamp))
 
 
 def _steady_message(message: _Message[SteadyRow]) -> EngineMessage:
     rows = message.outputs
     if not rows and (control := _control(message)) is not None:
         return control
-    load, load_fault = read_load(message.scheduler_stats)
+    load, load_fault = read_load(message.scheduler_stats, read_time(message.timestamp))
     return EngineBatch(
         ids=[row.request_id for row in rows],
         token_ids=[row.token_ids for row in rows],
@@ -106,7 +108,7 @@ def _salvage(payload: bytes, frames: Sequence[Frame]) -> EngineMessage:
     return _batch(found, frames) if isinstance(found, Salvaged) else found
 
 
-def _batch(found: Salvaged, frames: Sequence[Frame]) -> EngineBatch:
+def _batch(found: Salvaged, frames: Sequence[Frame], taken_at_s: float | None = None) -> EngineBatch:
     """Build the columns. An id with an unreadable row loses all its rows: no later token without an earlier one."""
     rows = found.rows
     logprobs, unreadable = _logprobs(rows, frames)
@@ -115,7 +117,7 @@ def _batch(found: Salvaged, frames: Sequence[Frame]) -> EngineBatch:
         kept = [at for at, row in enumerate(rows) if row.request_id not in failed]
         rows = [rows[at] for at in kept]
         logprobs = [logprobs[at] for at in kept] if logprobs is not None else None
-    load, load_fault = read_load(found.stats)
+    load, load_fault = read_load(found.stats, taken_at_s)
     return EngineBatch(
         ids=[row.request_id for row in rows],
         token_ids=[row.token_ids for row in rows],

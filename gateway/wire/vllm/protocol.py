@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from gateway.types import EngineMessage, EngineRequest, Protocol
 from gateway.wire.common import encode_abort, open_message
-from gateway.wire.protocol import Frame
+from gateway.wire.protocol import CoordinatorProtocol, Frame
+from gateway.wire.vllm.coordinator import VllmCoordinator
 from gateway.wire.vllm.outputs import decode_outputs
 from gateway.wire.vllm.requests import encode_add
 
@@ -17,6 +18,7 @@ class VllmProtocol:
     """
 
     name: Protocol = "vllm"
+    coordinator: CoordinatorProtocol | None = VllmCoordinator()
 
     def __init__(self, *, client_index: int = 0) -> None:
         self._client_index = client_index

@@ -64,6 +64,7 @@ def encode_add(request: EngineRequest, client_index: int) -> list[bytes]:
         sampling_params=_sampling_params(request.sampling, request.eos_token_ids),
         arrival_time=float(request.arrived_at_unix_s),
         client_index=client_index,
+        current_wave=request.current_wave,
         priority=request.priority,
     )
     return [ADD, _ENCODER.encode(message)]

@@ -10,7 +10,7 @@ from tests.support.wire import STATS, check, outputs, pack, row
 
 PROTOCOL = VllmProtocol()
 PREFILL = {"num_prompt_tokens": 30, "num_computed_tokens": 30, "num_cached_tokens": 16}
-LOAD = EngineLoad(running=2, waiting=6, kv_usage=0.25, step_counter=9)
+LOAD = EngineLoad(running=2, waiting=6, kv_usage=0.25, step_counter=9, taken_at_s=1.5)
 
 
 def decode(message, *aux):
@@ -37,7 +37,8 @@ def test_messages_of_every_length(length):
     batch = decode(message)
     assert rows_of(batch) == [("a", (7,), "")]
     assert batch.engine_index == 3
-    assert batch.load == (LOAD if length > 2 else None)
+    wanted = None if length == 2 else LOAD if length > 3 else msgspec.structs.replace(LOAD, taken_at_s=None)
+    assert batch.load == wanted
 
 
 def test_a_message_of_an_index_only_is_an_empty_batch():
@@ -117,7 +118,7 @@ def test_statistics_only():
 
 def test_older_statistics_without_deferred_or_step():
     batch = decode(outputs([], {"num_running_reqs": 1, "num_waiting_reqs": 2, "kv_cache_usage": 0}))
-    assert batch.load == EngineLoad(running=1, waiting=2, kv_usage=0.0)
+    assert batch.load == EngineLoad(running=1, waiting=2, kv_usage=0.0, taken_at_s=1.5)
 
 
 @pytest.mark.parametrize("key", ["num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs"])

@@ -25,7 +25,7 @@ def name(message):
     return message.name
 
 
-def expected_load(stats):
+def expected_load(stats, taken_at_s, source="output"):
     if stats is None:
         return None
     return EngineLoad(
@@ -33,6 +33,9 @@ def expected_load(stats):
         waiting=stats["num_waiting_reqs"] + stats["num_skipped_waiting_reqs"],
         kv_usage=stats["kv_cache_usage"],
         step_counter=stats["step_counter"],
+        wave=stats["current_wave"],
+        taken_at_s=taken_at_s,
+        source=source,
     )
 
 
@@ -53,8 +56,8 @@ def expected_logprobs(row, frames):
     ]
 
 
-def expected(message):
-    index, rows, stats, _, utility, _, wave_complete, start_wave, *_ = unpack(message.raw[message.body])
+def expected(message, source="output"):
+    index, rows, stats, taken_at_s, utility, _, wave_complete, start_wave, *_ = unpack(message.raw[message.body])
     if not rows and (utility or wave_complete is not None or start_wave is not None):
         return EngineControl(
             engine_index=index,
@@ -72,7 +75,7 @@ def expected(message):
         cached_tokens=cached if any(count is not None for count in cached) else None,
         logprobs=logprobs if any(logprobs) else None,
         engine_index=index,
-        load=expected_load(stats),
+        load=expected_load(stats, taken_at_s, source),
     )
 
 
@@ -89,6 +92,30 @@ def test_output_decodes_to_what_it_says(message):
     got = PROTOCOL.decode_output(message.raw)
     check(got)
     assert comparable(got) == comparable(expected(message))
+
+
+REPORTS = [m for m in MESSAGES if m.socket == "coord_out"]
+
+
+@pytest.mark.parametrize("message", REPORTS, ids=name)
+def test_a_report_to_the_coordinator_says_the_same_by_itself(message):
+    got, wanted = PROTOCOL.coordinator.decode_report(message.raw), expected(message, "coordinator")
+    if isinstance(wanted, EngineControl):
+        assert got == wanted
+    else:
+        assert (got.load, got.engine_index, len(got.ids)) == (wanted.load, wanted.engine_index, 0)
+
+
+def test_what_was_published_is_what_the_coordinator_says():
+    """Recorded with one rank left out of a wave; ours leaves nobody out."""
+    published = [m.raw for m in recorded() if m.socket == "coord_pub"]
+    coordinator = PROTOCOL.coordinator
+    assert [coordinator.ready] in published
+    assert any(coordinator.is_subscription(frames[0]) for frames in published)
+    ours = coordinator.encode_start_wave(1)
+    (theirs,) = [frames for frames in published if frames[0] == b"\x02" and unpack(frames[1])[0] == 1]
+    assert (ours[0], unpack(ours[1])) == (theirs[0], [1, None])
+    assert unpack(theirs[1]) == [1, 1]
 
 
 def test_every_recorded_sentinel():
