@@ -26,13 +26,15 @@ from gateway.v1 import gateway_pb2 as gateway_dot_v1_dot_gateway__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gateway/v1/admin.proto\x12\ngateway.v1\x1a\x18gateway/v1/gateway.proto\x1a\x1cgoogle/protobuf/struct.proto\"?\n\x10\x44rainRankRequest\x12\x11\n\x04rank\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07migrate\x18\x02 \x01(\x08\x42\x07\n\x05_rank\"3\n\x11\x44rainRankResponse\x12\x1e\n\x04rank\x18\x01 \x01(\x0b\x32\x10.gateway.v1.Rank\"0\n\x12UndrainRankRequest\x12\x11\n\x04rank\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"5\n\x13UndrainRankResponse\x12\x1e\n\x04rank\x18\x01 \x01(\x0b\x32\x10.gateway.v1.Rank\"\x1b\n\x19GetEffectiveConfigRequest\"c\n\x1aGetEffectiveConfigResponse\x12\'\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0c\n\x04json\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\">\n\x0e\x45xplainRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.gateway.v1.GenerateRequest\"<\n\x0f\x45xplainResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\")\n\x12GetDecisionRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\x04\"@\n\x13GetDecisionResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"4\n\x14ListDecisionsRequest\x12\x12\n\x05limit\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_limit\"C\n\x15ListDecisionsResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"\x1b\n\x19\x46lushResponseCacheRequest\"~\n\x1a\x46lushResponseCacheResponse\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x07\x65ntries\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x03 \x01(\x04H\x02\x88\x01\x01\x42\n\n\x08_enabledB\n\n\x08_entriesB\x08\n\x06_bytes2\xdc\x04\n\x0c\x41\x64minService\x12\x63\n\x12GetEffectiveConfig\x12%.gateway.v1.GetEffectiveConfigRequest\x1a&.gateway.v1.GetEffectiveConfigResponse\x12\x42\n\x07\x45xplain\x12\x1a.gateway.v1.ExplainRequest\x1a\x1b.gateway.v1.ExplainResponse\x12N\n\x0bGetDecision\x12\x1e.gateway.v1.GetDecisionRequest\x1a\x1f.gateway.v1.GetDecisionResponse\x12H\n\tDrainRank\x12\x1c.gateway.v1.DrainRankRequest\x1a\x1d.gateway.v1.DrainRankResponse\x12N\n\x0bUndrainRank\x12\x1e.gateway.v1.UndrainRankRequest\x1a\x1f.gateway.v1.UndrainRankResponse\x12T\n\rListDecisions\x12 .gateway.v1.ListDecisionsRequest\x1a!.gateway.v1.ListDecisionsResponse\x12\x63\n\x12\x46lushResponseCache\x12%.gateway.v1.FlushResponseCacheRequest\x1a&.gateway.v1.FlushResponseCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gateway/v1/admin.proto\x12\ngateway.v1\x1a\x18gateway/v1/gateway.proto\x1a\x1cgoogle/protobuf/struct.proto\"?\n\x10\x44rainRankRequest\x12\x11\n\x04rank\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07migrate\x18\x02 \x01(\x08\x42\x07\n\x05_rank\"3\n\x11\x44rainRankResponse\x12\x1e\n\x04rank\x18\x01 \x01(\x0b\x32\x10.gateway.v1.Rank\"0\n\x12UndrainRankRequest\x12\x11\n\x04rank\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"5\n\x13UndrainRankResponse\x12\x1e\n\x04rank\x18\x01 \x01(\x0b\x32\x10.gateway.v1.Rank\"\x1b\n\x19GetEffectiveConfigRequest\"\x8c\x01\n\x1aGetEffectiveConfigResponse\x12\'\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0c\n\x04json\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\'\n\x0blast_reload\x18\x04 \x01(\x0b\x32\x12.gateway.v1.Reload\"\x8a\x01\n\x06Reload\x12(\n\x06result\x18\x01 \x01(\x0e\x32\x18.gateway.v1.ReloadResult\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x16\n\tat_unix_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x63hanged\x18\x04 \x03(\t\x12\x10\n\x08problems\x18\x05 \x03(\tB\x0c\n\n_at_unix_s\"\x15\n\x13ReloadConfigRequest\"J\n\x14ReloadConfigResponse\x12\"\n\x06reload\x18\x01 \x01(\x0b\x32\x12.gateway.v1.Reload\x12\x0e\n\x06sha256\x18\x02 \x01(\t\">\n\x0e\x45xplainRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.gateway.v1.GenerateRequest\"<\n\x0f\x45xplainResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\")\n\x12GetDecisionRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\x04\"@\n\x13GetDecisionResponse\x12)\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"4\n\x14ListDecisionsRequest\x12\x12\n\x05limit\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_limit\"C\n\x15ListDecisionsResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"\x1b\n\x19\x46lushResponseCacheRequest\"~\n\x1a\x46lushResponseCacheResponse\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x07\x65ntries\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x03 \x01(\x04H\x02\x88\x01\x01\x42\n\n\x08_enabledB\n\n\x08_entriesB\x08\n\x06_bytes*\xb5\x01\n\x0cReloadResult\x12\x1d\n\x19RELOAD_RESULT_UNSPECIFIED\x10\x00\x12\x19\n\x15RELOAD_RESULT_APPLIED\x10\x01\x12\x1b\n\x17RELOAD_RESULT_UNCHANGED\x10\x02\x12\x19\n\x15RELOAD_RESULT_INVALID\x10\x03\x12\x19\n\x15RELOAD_RESULT_REFUSED\x10\x04\x12\x18\n\x14RELOAD_RESULT_FAILED\x10\x05\x32\xaf\x05\n\x0c\x41\x64minService\x12\x63\n\x12GetEffectiveConfig\x12%.gateway.v1.GetEffectiveConfigRequest\x1a&.gateway.v1.GetEffectiveConfigResponse\x12Q\n\x0cReloadConfig\x12\x1f.gateway.v1.ReloadConfigRequest\x1a .gateway.v1.ReloadConfigResponse\x12\x42\n\x07\x45xplain\x12\x1a.gateway.v1.ExplainRequest\x1a\x1b.gateway.v1.ExplainResponse\x12N\n\x0bGetDecision\x12\x1e.gateway.v1.GetDecisionRequest\x1a\x1f.gateway.v1.GetDecisionResponse\x12H\n\tDrainRank\x12\x1c.gateway.v1.DrainRankRequest\x1a\x1d.gateway.v1.DrainRankResponse\x12N\n\x0bUndrainRank\x12\x1e.gateway.v1.UndrainRankRequest\x1a\x1f.gateway.v1.UndrainRankResponse\x12T\n\rListDecisions\x12 .gateway.v1.ListDecisionsRequest\x1a!.gateway.v1.ListDecisionsResponse\x12\x63\n\x12\x46lushResponseCache\x12%.gateway.v1.FlushResponseCacheRequest\x1a&.gateway.v1.FlushResponseCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gateway.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_RELOADRESULT']._serialized_start=1245
+  _globals['_RELOADRESULT']._serialized_end=1426
   _globals['_DRAINRANKREQUEST']._serialized_start=94
   _globals['_DRAINRANKREQUEST']._serialized_end=157
   _globals['_DRAINRANKRESPONSE']._serialized_start=159
@@ -43,24 +45,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UNDRAINRANKRESPONSE']._serialized_end=315
   _globals['_GETEFFECTIVECONFIGREQUEST']._serialized_start=317
   _globals['_GETEFFECTIVECONFIGREQUEST']._serialized_end=344
-  _globals['_GETEFFECTIVECONFIGRESPONSE']._serialized_start=346
-  _globals['_GETEFFECTIVECONFIGRESPONSE']._serialized_end=445
-  _globals['_EXPLAINREQUEST']._serialized_start=447
-  _globals['_EXPLAINREQUEST']._serialized_end=509
-  _globals['_EXPLAINRESPONSE']._serialized_start=511
-  _globals['_EXPLAINRESPONSE']._serialized_end=571
-  _globals['_GETDECISIONREQUEST']._serialized_start=573
-  _globals['_GETDECISIONREQUEST']._serialized_end=614
-  _globals['_GETDECISIONRESPONSE']._serialized_start=616
-  _globals['_GETDECISIONRESPONSE']._serialized_end=680
-  _globals['_LISTDECISIONSREQUEST']._serialized_start=682
-  _globals['_LISTDECISIONSREQUEST']._serialized_end=734
-  _globals['_LISTDECISIONSRESPONSE']._serialized_start=736
-  _globals['_LISTDECISIONSRESPONSE']._serialized_end=803
-  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_start=805
-  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_end=832
-  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_start=834
-  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_end=960
-  _globals['_ADMINSERVICE']._serialized_start=963
-  _globals['_ADMINSERVICE']._serialized_end=1567
+  _globals['_GETEFFECTIVECONFIGRESPONSE']._serialized_start=347
+  _globals['_GETEFFECTIVECONFIGRESPONSE']._serialized_end=487
+  _globals['_RELOAD']._serialized_start=490
+  _globals['_RELOAD']._serialized_end=628
+  _globals['_RELOADCONFIGREQUEST']._serialized_start=630
+  _globals['_RELOADCONFIGREQUEST']._serialized_end=651
+  _globals['_RELOADCONFIGRESPONSE']._serialized_start=653
+  _globals['_RELOADCONFIGRESPONSE']._serialized_end=727
+  _globals['_EXPLAINREQUEST']._serialized_start=729
+  _globals['_EXPLAINREQUEST']._serialized_end=791
+  _globals['_EXPLAINRESPONSE']._serialized_start=793
+  _globals['_EXPLAINRESPONSE']._serialized_end=853
+  _globals['_GETDECISIONREQUEST']._serialized_start=855
+  _globals['_GETDECISIONREQUEST']._serialized_end=896
+  _globals['_GETDECISIONRESPONSE']._serialized_start=898
+  _globals['_GETDECISIONRESPONSE']._serialized_end=962
+  _globals['_LISTDECISIONSREQUEST']._serialized_start=964
+  _globals['_LISTDECISIONSREQUEST']._serialized_end=1016
+  _globals['_LISTDECISIONSRESPONSE']._serialized_start=1018
+  _globals['_LISTDECISIONSRESPONSE']._serialized_end=1085
+  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_start=1087
+  _globals['_FLUSHRESPONSECACHEREQUEST']._serialized_end=1114
+  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_start=1116
+  _globals['_FLUSHRESPONSECACHERESPONSE']._serialized_end=1242
+  _globals['_ADMINSERVICE']._serialized_start=1429
+  _globals['_ADMINSERVICE']._serialized_end=2116
 # @@protoc_insertion_point(module_scope)

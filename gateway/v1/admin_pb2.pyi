@@ -8,6 +8,7 @@ import collections.abc
 import gateway.v1.gateway_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.struct_pb2
 import sys
@@ -19,6 +20,42 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _ReloadResult:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ReloadResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ReloadResult.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RELOAD_RESULT_UNSPECIFIED: _ReloadResult.ValueType  # 0
+    """Not said."""
+    RELOAD_RESULT_APPLIED: _ReloadResult.ValueType  # 1
+    """The file is in force now."""
+    RELOAD_RESULT_UNCHANGED: _ReloadResult.ValueType  # 2
+    """The file says what was in force."""
+    RELOAD_RESULT_INVALID: _ReloadResult.ValueType  # 3
+    """The file is wrong."""
+    RELOAD_RESULT_REFUSED: _ReloadResult.ValueType  # 4
+    """The file changes what needs a restart."""
+    RELOAD_RESULT_FAILED: _ReloadResult.ValueType  # 5
+    """The file could not be put in force, e.g. because an address is taken."""
+
+class ReloadResult(_ReloadResult, metaclass=_ReloadResultEnumTypeWrapper):
+    """What became of a reload."""
+
+RELOAD_RESULT_UNSPECIFIED: ReloadResult.ValueType  # 0
+"""Not said."""
+RELOAD_RESULT_APPLIED: ReloadResult.ValueType  # 1
+"""The file is in force now."""
+RELOAD_RESULT_UNCHANGED: ReloadResult.ValueType  # 2
+"""The file says what was in force."""
+RELOAD_RESULT_INVALID: ReloadResult.ValueType  # 3
+"""The file is wrong."""
+RELOAD_RESULT_REFUSED: ReloadResult.ValueType  # 4
+"""The file changes what needs a restart."""
+RELOAD_RESULT_FAILED: ReloadResult.ValueType  # 5
+"""The file could not be put in force, e.g. because an address is taken."""
+Global___ReloadResult: typing_extensions.TypeAlias = ReloadResult
 
 @typing.final
 class DrainRankRequest(google.protobuf.message.Message):
@@ -127,6 +164,7 @@ class GetEffectiveConfigResponse(google.protobuf.message.Message):
     CONFIG_FIELD_NUMBER: builtins.int
     JSON_FIELD_NUMBER: builtins.int
     SHA256_FIELD_NUMBER: builtins.int
+    LAST_RELOAD_FIELD_NUMBER: builtins.int
     json: builtins.str
     """The same as JSON text with sorted keys, exact."""
     sha256: builtins.str
@@ -135,17 +173,99 @@ class GetEffectiveConfigResponse(google.protobuf.message.Message):
     def config(self) -> google.protobuf.struct_pb2.Struct:
         """Every setting. Whole numbers beyond 2^53 lose precision here, not in `json`."""
 
+    @property
+    def last_reload(self) -> Global___Reload:
+        """The last reload, whoever asked for it. Absent when there was none."""
+
     def __init__(
         self,
         *,
         config: google.protobuf.struct_pb2.Struct | None = ...,
         json: builtins.str = ...,
         sha256: builtins.str = ...,
+        last_reload: Global___Reload | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["config", b"config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["config", b"config", "json", b"json", "sha256", b"sha256"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["config", b"config", "last_reload", b"last_reload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "json", b"json", "last_reload", b"last_reload", "sha256", b"sha256"]) -> None: ...
 
 Global___GetEffectiveConfigResponse: typing_extensions.TypeAlias = GetEffectiveConfigResponse
+
+@typing.final
+class Reload(google.protobuf.message.Message):
+    """One reload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    AT_UNIX_S_FIELD_NUMBER: builtins.int
+    CHANGED_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    result: Global___ReloadResult.ValueType
+    """What became of it. Other than APPLIED and UNCHANGED, the configuration of before is in force."""
+    cause: builtins.str
+    """What asked for it: SIGHUP, file or ReloadConfig."""
+    at_unix_s: builtins.float
+    """Seconds since the epoch."""
+    @property
+    def changed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Keys whose values are other ones now."""
+
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Why the configuration of before is in force, line by line."""
+
+    def __init__(
+        self,
+        *,
+        result: Global___ReloadResult.ValueType = ...,
+        cause: builtins.str = ...,
+        at_unix_s: builtins.float | None = ...,
+        changed: collections.abc.Iterable[builtins.str] | None = ...,
+        problems: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_at_unix_s", b"_at_unix_s", "at_unix_s", b"at_unix_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_at_unix_s", b"_at_unix_s", "at_unix_s", b"at_unix_s", "cause", b"cause", "changed", b"changed", "problems", b"problems", "result", b"result"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_at_unix_s", b"_at_unix_s"]) -> typing.Literal["at_unix_s"] | None: ...
+
+Global___Reload: typing_extensions.TypeAlias = Reload
+
+@typing.final
+class ReloadConfigRequest(google.protobuf.message.Message):
+    """Asks for a reload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ReloadConfigRequest: typing_extensions.TypeAlias = ReloadConfigRequest
+
+@typing.final
+class ReloadConfigResponse(google.protobuf.message.Message):
+    """The reload, which succeeded."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RELOAD_FIELD_NUMBER: builtins.int
+    SHA256_FIELD_NUMBER: builtins.int
+    sha256: builtins.str
+    """SHA-256 of the configuration in force, as in GetEffectiveConfigResponse."""
+    @property
+    def reload(self) -> Global___Reload:
+        """APPLIED or UNCHANGED."""
+
+    def __init__(
+        self,
+        *,
+        reload: Global___Reload | None = ...,
+        sha256: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["reload", b"reload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["reload", b"reload", "sha256", b"sha256"]) -> None: ...
+
+Global___ReloadConfigResponse: typing_extensions.TypeAlias = ReloadConfigResponse
 
 @typing.final
 class ExplainRequest(google.protobuf.message.Message):

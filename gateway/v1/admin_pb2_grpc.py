@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache.
+    """Shows what the gateway is configured to do and why it decided as it did; reloads the configuration, empties the response
+    cache.
     """
 
     def __init__(self, channel):
@@ -39,6 +40,11 @@ class AdminServiceStub(object):
                 '/gateway.v1.AdminService/GetEffectiveConfig',
                 request_serializer=gateway_dot_v1_dot_admin__pb2.GetEffectiveConfigRequest.SerializeToString,
                 response_deserializer=gateway_dot_v1_dot_admin__pb2.GetEffectiveConfigResponse.FromString,
+                _registered_method=True)
+        self.ReloadConfig = channel.unary_unary(
+                '/gateway.v1.AdminService/ReloadConfig',
+                request_serializer=gateway_dot_v1_dot_admin__pb2.ReloadConfigRequest.SerializeToString,
+                response_deserializer=gateway_dot_v1_dot_admin__pb2.ReloadConfigResponse.FromString,
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/gateway.v1.AdminService/Explain',
@@ -73,11 +79,21 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache.
+    """Shows what the gateway is configured to do and why it decided as it did; reloads the configuration, empties the response
+    cache.
     """
 
     def GetEffectiveConfig(self, request, context):
         """Returns the configuration in force, defaults filled in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReloadConfig(self, request, context):
+        """Reads the configuration file again and puts it in force, as SIGHUP does. All of it or nothing: a file that is wrong
+        (CONFIG_INVALID, with FILE:LINE:COL), or that changes what needs a restart (CONFIG_NEEDS_RESTART, with the keys),
+        leaves the running configuration as it is. Live requests go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +151,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=gateway_dot_v1_dot_admin__pb2.GetEffectiveConfigRequest.FromString,
                     response_serializer=gateway_dot_v1_dot_admin__pb2.GetEffectiveConfigResponse.SerializeToString,
             ),
+            'ReloadConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadConfig,
+                    request_deserializer=gateway_dot_v1_dot_admin__pb2.ReloadConfigRequest.FromString,
+                    response_serializer=gateway_dot_v1_dot_admin__pb2.ReloadConfigResponse.SerializeToString,
+            ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
                     request_deserializer=gateway_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
@@ -174,7 +195,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache.
+    """Shows what the gateway is configured to do and why it decided as it did; reloads the configuration, empties the response
+    cache.
     """
 
     @staticmethod
@@ -194,6 +216,33 @@ class AdminService(object):
             '/gateway.v1.AdminService/GetEffectiveConfig',
             gateway_dot_v1_dot_admin__pb2.GetEffectiveConfigRequest.SerializeToString,
             gateway_dot_v1_dot_admin__pb2.GetEffectiveConfigResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gateway.v1.AdminService/ReloadConfig',
+            gateway_dot_v1_dot_admin__pb2.ReloadConfigRequest.SerializeToString,
+            gateway_dot_v1_dot_admin__pb2.ReloadConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,

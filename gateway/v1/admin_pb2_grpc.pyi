@@ -41,6 +41,22 @@ _AdminServiceGetEffectiveConfigType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceReloadConfigType = typing_extensions.TypeVar(
+    '_AdminServiceReloadConfigType',
+    grpc.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.ReloadConfigRequest,
+        gateway.v1.admin_pb2.ReloadConfigResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.ReloadConfigRequest,
+        gateway.v1.admin_pb2.ReloadConfigResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.ReloadConfigRequest,
+        gateway.v1.admin_pb2.ReloadConfigResponse,
+    ],
+)
+
 _AdminServiceExplainType = typing_extensions.TypeVar(
     '_AdminServiceExplainType',
     grpc.UnaryUnaryMultiCallable[
@@ -137,14 +153,20 @@ _AdminServiceFlushResponseCacheType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _AdminServiceExplainType, _AdminServiceGetDecisionType, _AdminServiceDrainRankType, _AdminServiceUndrainRankType, _AdminServiceListDecisionsType, _AdminServiceFlushResponseCacheType]):
-    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache."""
+class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _AdminServiceReloadConfigType, _AdminServiceExplainType, _AdminServiceGetDecisionType, _AdminServiceDrainRankType, _AdminServiceUndrainRankType, _AdminServiceListDecisionsType, _AdminServiceFlushResponseCacheType]):
+    """Shows what the gateway is configured to do and why it decided as it did; reloads the configuration, empties the response
+    cache.
+    """
 
     @typing.overload
     def __init__(self: AdminServiceStub[
         grpc.UnaryUnaryMultiCallable[
             gateway.v1.admin_pb2.GetEffectiveConfigRequest,
             gateway.v1.admin_pb2.GetEffectiveConfigResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            gateway.v1.admin_pb2.ReloadConfigRequest,
+            gateway.v1.admin_pb2.ReloadConfigResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             gateway.v1.admin_pb2.ExplainRequest,
@@ -179,6 +201,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
             gateway.v1.admin_pb2.GetEffectiveConfigResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            gateway.v1.admin_pb2.ReloadConfigRequest,
+            gateway.v1.admin_pb2.ReloadConfigResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             gateway.v1.admin_pb2.ExplainRequest,
             gateway.v1.admin_pb2.ExplainResponse,
         ],
@@ -206,6 +232,12 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
 
     GetEffectiveConfig: _AdminServiceGetEffectiveConfigType
     """Returns the configuration in force, defaults filled in."""
+
+    ReloadConfig: _AdminServiceReloadConfigType
+    """Reads the configuration file again and puts it in force, as SIGHUP does. All of it or nothing: a file that is wrong
+    (CONFIG_INVALID, with FILE:LINE:COL), or that changes what needs a restart (CONFIG_NEEDS_RESTART, with the keys),
+    leaves the running configuration as it is. Live requests go on.
+    """
 
     Explain: _AdminServiceExplainType
     """Decides for a request without sending it, charging for it or recording the decision."""
@@ -235,6 +267,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
         gateway.v1.admin_pb2.GetEffectiveConfigResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        gateway.v1.admin_pb2.ReloadConfigRequest,
+        gateway.v1.admin_pb2.ReloadConfigResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         gateway.v1.admin_pb2.ExplainRequest,
         gateway.v1.admin_pb2.ExplainResponse,
     ],
@@ -261,7 +297,9 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
 ]
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
-    """Shows what the gateway is configured to do and why it decided as it did; empties the response cache."""
+    """Shows what the gateway is configured to do and why it decided as it did; reloads the configuration, empties the response
+    cache.
+    """
 
     @abc.abstractmethod
     def GetEffectiveConfig(
@@ -270,6 +308,17 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[gateway.v1.admin_pb2.GetEffectiveConfigResponse, collections.abc.Awaitable[gateway.v1.admin_pb2.GetEffectiveConfigResponse]]:
         """Returns the configuration in force, defaults filled in."""
+
+    @abc.abstractmethod
+    def ReloadConfig(
+        self,
+        request: gateway.v1.admin_pb2.ReloadConfigRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gateway.v1.admin_pb2.ReloadConfigResponse, collections.abc.Awaitable[gateway.v1.admin_pb2.ReloadConfigResponse]]:
+        """Reads the configuration file again and puts it in force, as SIGHUP does. All of it or nothing: a file that is wrong
+        (CONFIG_INVALID, with FILE:LINE:COL), or that changes what needs a restart (CONFIG_NEEDS_RESTART, with the keys),
+        leaves the running configuration as it is. Live requests go on.
+        """
 
     @abc.abstractmethod
     def Explain(

@@ -70,9 +70,15 @@ class _RankStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     RANK_STATE_READY: _RankState.ValueType  # 2
     """Joined, takes requests."""
     RANK_STATE_LOST: _RankState.ValueType  # 3
-    """Was READY and is gone; joins again by itself."""
+    """Its connection is gone, or it was silent for too long; comes back by itself."""
     RANK_STATE_DRAINING: _RankState.ValueType  # 4
     """Ends what it has and takes nothing new."""
+    RANK_STATE_JOINING: _RankState.ValueType  # 5
+    """Heard again after it was lost for its silence; READY once what it had before has ended there."""
+    RANK_STATE_SUSPECT: _RankState.ValueType  # 6
+    """Silent with work in flight: takes nothing new until it is heard again, or is lost."""
+    RANK_STATE_EJECTED: _RankState.ValueType  # 7
+    """Failed several times in a row: ends what it has, takes nothing new for a while."""
 
 class RankState(_RankState, metaclass=_RankStateEnumTypeWrapper):
     """Lifecycle of a rank."""
@@ -84,9 +90,15 @@ RANK_STATE_ABSENT: RankState.ValueType  # 1
 RANK_STATE_READY: RankState.ValueType  # 2
 """Joined, takes requests."""
 RANK_STATE_LOST: RankState.ValueType  # 3
-"""Was READY and is gone; joins again by itself."""
+"""Its connection is gone, or it was silent for too long; comes back by itself."""
 RANK_STATE_DRAINING: RankState.ValueType  # 4
 """Ends what it has and takes nothing new."""
+RANK_STATE_JOINING: RankState.ValueType  # 5
+"""Heard again after it was lost for its silence; READY once what it had before has ended there."""
+RANK_STATE_SUSPECT: RankState.ValueType  # 6
+"""Silent with work in flight: takes nothing new until it is heard again, or is lost."""
+RANK_STATE_EJECTED: RankState.ValueType  # 7
+"""Failed several times in a row: ends what it has, takes nothing new for a while."""
 Global___RankState: typing_extensions.TypeAlias = RankState
 
 @typing.final
