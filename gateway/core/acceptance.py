@@ -6,15 +6,18 @@ register. Only the pick can refuse, and it takes back what it charged; so a refu
 
 from gateway.config.schema import Config
 from gateway.core.arrivals import Arrivals, Plan
-from gateway.core.dispatcher import NEVER_FITS, Dispatcher
+from gateway.core.decisions import Decision
+from gateway.core.dispatcher import Dispatcher
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
 from gateway.core.lifecycle import Phase
 from gateway.core.parts import Parts
-from gateway.core.refusals import no_rank
+from gateway.core.refusals import no_rank, too_many_sequences
 from gateway.core.request import BYTES_PER_TOKEN, Record, Request, Sequence, is_resumable
+from gateway.core.search import NEVER_FITS
 
 _QUEUED, _IN_FLIGHT = Phase.QUEUED, Phase.IN_FLIGHT
+_FULL = (Reason.RANKS_FULL, Reason.KV_FULL)
 
 
 class Acceptance:
@@ -30,6 +33,10 @@ class Acceptance:
         self._load = parts.load
         self._dispatcher = parts.dispatcher
         self._counters = parts.counters
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Go by these settings."""
         self._may_resume = config.failure.resume
         self._may_wait_for_ranks = config.scheduling.queue.no_rank_wait_s > 0
 
@@ -56,6 +63,7 @@ class Acceptance:
             self._keep_record(request)
         self._registry.add(request)
         self._counters.accepted += 1
+        self._counters.slo_shadow_rejects += plan.is_late
         return request, plan
 
     def _keep_record(self, request: Request) -> None:
@@ -63,9 +71,8 @@ class Acceptance:
         limit_bytes = BYTES_PER_TOKEN * request.arrived.sampling.max_tokens
         for sequence in request.sequences:
             if sequence.record is None:
-                sequence.record = Record(limit_bytes, keeps_logprobs=False)
-            elif sequence.record.limit_bytes < limit_bytes:
-                sequence.record.limit_bytes = limit_bytes  # the cache would keep less
+                sequence.record = Record(cache_bytes=0)
+            sequence.record.token_bytes = limit_bytes
 
     def pick_all(self, request: Request, now: float) -> None:
         """Mode direct: a rank for every sequence, or an error and none."""
@@ -85,8 +92,18 @@ class Acceptance:
         decision = self._attempts.choose(request.arrived, request.prefill_us, now)
         if decision.rank is None:
             self._attempts.record(decision)
-            raise no_rank(decision, request.arrived, self._admission.retry_after_s(request.arrived.n))
+            raise self._no_rank(decision, request.arrived)
         self._attempts.charge(sequence, decision, now)
+
+    def _no_rank(self, decision: Decision, arrived: RequestArrived) -> GatewayError:
+        """Mode direct: no rank takes another sequence. If all ranks together are too small for `n`, none ever will."""
+        if arrived.n > 1 and decision.refusal in _FULL:
+            most = self._policy.most_in_flight(
+                len(arrived.prompt_token_ids), arrived.sampling.max_tokens, arrived.pinned_rank
+            )
+            if arrived.n > most:
+                return too_many_sequences(decision, arrived, int(most))
+        return no_rank(decision, arrived, self._admission.retry_after_s(arrived.n))
 
     def enqueue(self, request: Request, dispatcher: Dispatcher, now: float) -> None:
         """Modes queue and batch: queue every sequence."""

@@ -6,6 +6,8 @@ returns a request's sequences as they end. A bound on ranks and groups is a filt
 rank may have room.
 """
 
+from collections.abc import Iterable
+
 from gateway.config.scheduling import Admission as Settings
 from gateway.config.scheduling import Tenant
 from gateway.config.schema import Config
@@ -17,6 +19,7 @@ from gateway.core.tenants import Account, Tenants
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 5.0
 _SMOOTHING = 0.05
+_ANYBODY_HELPS = (Reason.GATEWAY_FULL, Reason.QUEUE_FULL, Reason.RANKS_FULL, Reason.KV_FULL)
 
 
 def kv_tokens(arrived: RequestArrived) -> int:
@@ -37,21 +40,39 @@ class Admission:
     """The budgets of the gateway and of its tenants."""
 
     def __init__(self, config: Config) -> None:
-        self._settings = config.admission
+        self._use(config)
+        self.tenants = Tenants(config.admission.tenants)
+        self.sequences = 0
+        self.prompt_tokens = 0
+        self.kv_tokens = 0
+        # Sequences that were refused lately and are expected back: each of them needs a release of its own.
+        self._expected_back = 0
+        self._mean_gap_s: float | None = None
+        self._last_release_at: float | None = None
+
+    def configure(self, config: Config, live: Iterable[Request]) -> None:
+        """Go by other budgets. What `live` requests have of them stays charged, to the accounts it is charged to."""
+        self._use(config)
+        self.tenants.configure(config.admission.tenants)
+        # Tokens may not have been counted until now.
+        charged = [(each, each.account) for each in live if not each.is_settled and each.account is not None]
+        self.prompt_tokens = self.kv_tokens = 0
+        for _, account in charged:
+            account.prompt_tokens = account.kv_tokens = 0
+        for request, account in charged if self._counts_tokens else ():
+            self._charge_tokens(request, account, request.unfinished)
+
+    def _use(self, config: Config) -> None:
+        settings = config.admission
+        self._settings = settings
         self._has_queue = config.scheduling.mode != "direct"
         self._level_depths = {
             level.priority: level.max_depth for level in config.scheduling.queue.levels if level.max_depth is not None
         }
-        self.tenants = Tenants(config.admission.tenants)
         # Most configurations bound sequences only, and then nobody counts tokens.
-        self._counts_tokens = _bounds_tokens(config.admission) or any(
-            map(_bounds_tokens, (config.admission.tenants.default, *config.admission.tenants.named.values()))
+        self._counts_tokens = _bounds_tokens(settings) or any(
+            map(_bounds_tokens, (settings.tenants.default, *settings.tenants.named.values()))
         )
-        self.sequences = 0
-        self.prompt_tokens = 0
-        self.kv_tokens = 0
-        self._mean_gap_s: float | None = None
-        self._last_release_at: float | None = None
 
     def check(self, arrived: RequestArrived, now: float, *, queued: int, queued_at_level: int) -> Account:
         """The account to charge. Raises `GatewayError` with the budget that the request does not fit in."""
@@ -72,13 +93,25 @@ class Admission:
         account = request.account
         assert account is not None
         self._charge(request, account, -count)
-        self._note_release(now)
+        self._note_release(now, count)
 
     def retry_after_s(self, needed: int) -> float:
-        """Seconds until `needed` sequences are likely to have ended, from the recent rate; bounded."""
+        """Seconds until `needed` sequences are likely to have ended, beside those that callers refused earlier wait for.
+
+        From the recent rate; bounded. So callers that are refused together come back one after the other.
+        """
         if self._mean_gap_s is None:
             return 1.0
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, needed * self._mean_gap_s))
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, (needed + self._expected_back) * self._mean_gap_s))
+
+    def note_refusal(self, error: GatewayError, count: int) -> None:
+        """A caller with `count` sequences was refused. It is expected back where a release of anybody's can help.
+
+        Only as long as the hint is below its bound, so what is counted is bounded too.
+        """
+        hint_s = error.retry_after_s
+        if self._mean_gap_s is not None and error.reason in _ANYBODY_HELPS and hint_s is not None:
+            self._expected_back += count if hint_s < MAX_RETRY_S else 0
 
     def check_sums(self, live: list[Request]) -> None:
         """Assert that the budgets equal the sums over the live requests; for tests."""
@@ -98,19 +131,26 @@ class Admission:
         self.sequences += count
         account.in_flight += count
         if self._counts_tokens:
-            prompt, kv = count * len(request.arrived.prompt_token_ids), count * kv_tokens(request.arrived)
-            self.prompt_tokens += prompt
-            self.kv_tokens += kv
-            account.prompt_tokens += prompt
-            account.kv_tokens += kv
+            self._charge_tokens(request, account, count)
 
-    def _note_release(self, now: float) -> None:
+    def _charge_tokens(self, request: Request, account: Account, count: int) -> None:
+        prompt, kv = count * len(request.arrived.prompt_token_ids), count * kv_tokens(request.arrived)
+        self.prompt_tokens += prompt
+        self.kv_tokens += kv
+        account.prompt_tokens += prompt
+        account.kv_tokens += kv
+
+    def _note_release(self, now: float, count: int) -> None:
+        # Whoever waits longest takes the place; with nothing live there is room for all of them.
+        self._expected_back = max(0, self._expected_back - count) if self.sequences else 0
         last, self._last_release_at = self._last_release_at, now
         if last is None:
             return
-        gap = now - last
+        # Sequences that end together share the gap: as many samples, which are all the same.
+        gap = (now - last) / count
         mean = self._mean_gap_s
-        self._mean_gap_s = gap if mean is None else mean + _SMOOTHING * (gap - mean)
+        weight = 1 - (1 - _SMOOTHING) ** count
+        self._mean_gap_s = gap if mean is None else mean + weight * (gap - mean)
 
     def _check_gateway(self, arrived: RequestArrived) -> None:
         settings, n = self._settings, arrived.n

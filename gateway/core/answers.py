@@ -45,6 +45,11 @@ class Answers:
         """The stored answer, if there is one."""
         return self.cache.get(key, now) if self.cache is not None and key is not None else None
 
+    def used(self, key: bytes) -> None:
+        """The stored answer is given to a request."""
+        if self.cache is not None:
+            self.cache.used(key)
+
     def leader_of(self, key: bytes | None) -> Request | None:
         """The live request whose answer this one can share."""
         return self._leaders.get(key) if key is not None and self._may_share else None
@@ -57,11 +62,16 @@ class Answers:
         worst = worst_case_bytes(arrived) if answer is None else answer.nbytes
         full = self.ordering.refusal(domain, worst)
         if full is not None:
+            # A head is let in whatever its size, but nobody can count on being one.
+            is_transient = full == "places" or worst <= self.ordering.max_held_bytes
             raise GatewayError(
                 Reason.ORDER_FULL,
-                f"too much output waits for its turn in the preserved order ({full}); retry later",
-                retryable=True,
-                retry_after_s=retry_after_s,
+                f"too much output waits for its turn in the preserved order ({full}); retry later"
+                if is_transient
+                else f"up to {worst} bytes would have to wait for their turn in the preserved order, more than"
+                f" {self.ordering.max_held_bytes}: ask for fewer tokens",
+                retryable=is_transient,
+                retry_after_s=retry_after_s if is_transient else None,
                 bound=full,
                 places=self.ordering.places,
                 held_bytes=self.ordering.held_bytes,
@@ -82,7 +92,7 @@ class Answers:
         if key is None:
             return
         for sequence in request.sequences:
-            sequence.record = Record(self._record_bytes)
+            sequence.record = Record(cache_bytes=self._record_bytes)
         if not self.follow(request):
             self.lead(request)
 
@@ -112,6 +122,13 @@ class Answers:
                 self.dirty.append(sequence)
         self.touched.clear()
 
+    def complete(self, sequence: Sequence) -> None:
+        """A sequence has ended without a row that says so: its end is to be sent."""
+        if not sequence.is_dirty:
+            sequence.is_dirty = True
+            self.touched.append(sequence)
+        self.let_out()
+
     def take_dirty(self) -> list[Sequence | Request]:
         """What is to be sent, in order."""
         dirty = self.dirty[:]
@@ -140,6 +157,8 @@ class Answers:
         answer = build(request)
         if answer is not None:
             self.cache.put(request.cache_key, answer, now)
+        elif any(sequence.record is None or not sequence.record.is_answer for sequence in request.sequences):
+            self.cache.too_large += 1
 
     def followers(self, request: Request) -> list[Request]:
         """Those that waited for this request's answer and are on their own now; it waits for nobody's any more."""

@@ -49,6 +49,11 @@ class Attempts:
         self._counters = counters
         self._leaves_at_start = config.scheduling.batch.release_at == "first_token"
 
+    def configure(self, config: Config) -> None:
+        """Go by other settings, for as many ranks as the table has now."""
+        self._leaves_at_start = config.scheduling.batch.release_at == "first_token"
+        self.ledger.resize()
+
     def choose(self, arrived: RequestArrived, prefill_us: int, now: float) -> Decision:
         """Decide at once; nothing is recorded or charged."""
         decision = self._policy.decide(
@@ -100,6 +105,10 @@ class Attempts:
         request = sequence.request
         if request.decision_id is None:
             request.decision_id = decision.id
+        if sequence.sent_at is None:
+            sequence.sent_at = now
+        else:
+            self._counters.sent_again(is_resumed=sequence.completion_tokens > 0)
         sequence.attempts += 1
         wire_id = f"{self._nonce}-{request.handle:x}-{sequence.index}-{sequence.attempts}"
         attempt = Attempt(sequence, wire_id, sequence.attempts, rank, self._table.incarnation[rank], now)
@@ -128,6 +137,23 @@ class Attempts:
             arrived_at_unix_s=arrived.arrived_at_unix_s,
         )
         effects.append(Dispatch(attempt.rank, attempt.incarnation, request))
+
+    def send(
+        self, sequences: Seq[Sequence], decisions: Seq[Decision], reason: str, now: float, effects: list[Effect]
+    ) -> None:
+        """Charge and dispatch sequences that go to one rank together, for one of `DISPATCH_REASONS`."""
+        attempts = []
+        for sequence, decision in zip(sequences, decisions, strict=True):
+            attempt = self.charge(sequence, decision, now)
+            attempts.append(attempt)
+            self.dispatch(attempt, effects)
+        counters = self._counters
+        counters.dispatch_reasons[reason] += len(attempts)
+        if self._batches is not None:
+            batch = self._batches.open(attempts[0].rank, attempts)
+            for decision in decisions:
+                decision.batch = (batch.number, len(attempts), reason)
+            counters.batch_sizes[len(attempts)] = counters.batch_sizes.get(len(attempts), 0) + 1
 
     def dispatch_all(self, request: Request, effects: list[Effect]) -> None:
         """Send every sequence of a request that is charged."""

@@ -4,6 +4,8 @@ One rank a step, so that a step costs the same with any number of ranks. A findi
 ends a request that everyone forgot is its deadline or `limits.max_request_age_s`.
 """
 
+from gateway.config.schema import Config
+from gateway.core.columns import resize
 from gateway.core.counters import Counters
 from gateway.core.effects import AuditFound
 from gateway.core.ledger import Ledger
@@ -27,6 +29,13 @@ class Audit:
         # Per suspicious attempt: its tokens, the rank's batches then, and since when. Rebuilt at each visit.
         self._quiet: list[dict[str, tuple[int, int, float]]] = [{} for _ in range(table.size)]
         self._reported: list[set[str]] = [set() for _ in range(table.size)]
+
+    def configure(self, _: Config) -> None:
+        """Audit as many ranks as the table has now."""
+        size = self._table.size
+        resize(self._quiet, size, dict)
+        resize(self._reported, size, set)
+        self._next_rank %= size
 
     def step(self, now: float) -> list[AuditFound]:
         """Audit the next rank if it is time."""

@@ -6,6 +6,8 @@ The hot path. Per row: one dict lookup, one append, no allocation beyond the tok
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from gateway.config.schema import Config
+from gateway.core.columns import resize
 from gateway.core.counters import Counters
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.ledger import Ledger
@@ -59,6 +61,12 @@ class BatchIntake:
         self._last_batch_at = [0.0] * table.size
         # What was un-started then is prefilled since, and that makes the gap longer than a decode step.
         self._unstarted_then = [0] * table.size
+
+    def configure(self, config: Config) -> None:
+        """Go by other limits, for as many ranks as the table has now."""
+        self._max_backlog_bytes = config.limits.max_stream_buffer_bytes
+        resize(self._last_batch_at, self._table.size, float)
+        resize(self._unstarted_then, self._table.size, int)
 
     def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> BatchResult:
         """Store the load, append every row, and say what ended. Releases are the caller's."""
@@ -120,6 +128,9 @@ class BatchIntake:
                 sequence.is_dirty = True
                 dirty.append(sequence)
             if finish:
+                if finish == "length" and completion is None and self._is_short(attempt, tokens_out):
+                    _fail(result, attempt, _ended_short(attempt, tokens_out))
+                    continue
                 attempt.is_done = True
                 result.finished.append((attempt, finish))
         self._counters.rows += index + 1
@@ -151,6 +162,8 @@ class BatchIntake:
             else:
                 self._counters.misattributed_rows += 1
             return
+        if self._strays.is_probe(wire_id):
+            return
         if self._strays.is_ours(wire_id):
             self._counters.late_rows += 1
         else:
@@ -176,6 +189,11 @@ class BatchIntake:
         )
         _fail(result, attempt, error)
 
+    def _is_short(self, attempt: Attempt, tokens_out: int) -> bool:
+        """Whether an attempt ended for its length before it had it: a wire without counts tells of a loss only here."""
+        room = self._table.max_model_len[attempt.rank] - attempt.prompt_tokens
+        return tokens_out < min(attempt.max_tokens, room)
+
     def _fail_unreadable(self, rank: int, batch: EngineBatch, result: BatchResult) -> None:
         """Rows that could not be read: fail whom they name, or everyone they may have hit.
 
@@ -197,6 +215,15 @@ class BatchIntake:
                 delivered_tokens=attempt.tokens_out,
             )
             _fail(result, attempt, error)
+
+
+def _ended_short(attempt: Attempt, tokens_out: int) -> GatewayError:
+    return GatewayError(
+        Reason.DATA_LOSS,
+        f"rank {attempt.rank} ended at {attempt.max_tokens} tokens, and {tokens_out} arrived",
+        rank=attempt.rank,
+        delivered_tokens=attempt.tokens_out,
+    )
 
 
 def _asked_for(sequence: Sequence, logprobs: Row | None) -> Row | None:

@@ -9,6 +9,7 @@ Batch numbers are this gateway's own and appear on no wire; they are never used 
 
 from collections.abc import Sequence as Seq
 
+from gateway.core.columns import resize
 from gateway.core.request import Attempt
 
 
@@ -30,6 +31,10 @@ class BatchesInFlight:
     def __init__(self, ranks: int) -> None:
         self._of_rank: list[dict[int, InFlightBatch]] = [{} for _ in range(ranks)]
         self._last_number = 0
+
+    def resize(self, ranks: int) -> None:
+        """Count for another number of ranks; those that are left out have no batches."""
+        resize(self._of_rank, ranks, dict)
 
     def open(self, rank: int, attempts: Seq[Attempt]) -> InFlightBatch:
         """Count a batch that goes to `rank` now. An attempt is a member of one batch in its life."""

@@ -1,5 +1,6 @@
 """What the core counts. Plain integers and dicts with bounded keys; edges read, the core writes."""
 
+from gateway.core.columns import resize
 from gateway.core.errors import Reason
 from gateway.core.lifecycle import Evidence
 
@@ -33,6 +34,8 @@ class Counters:
         "double_ends",
         "double_releases",
         "duplicated_tokens",
+        "ejections",
+        "ejections_capped",
         "ended",
         "failed_rows",
         "foreign_expired",
@@ -43,8 +46,10 @@ class Counters:
         "misattributed_rows",
         "non_finite_costs",
         "orphan_rows",
+        "probes",
         "queue_delays",
         "queue_timeouts",
+        "rank_failures",
         "reaborts",
         "refused",
         "relaxed_filters",
@@ -52,13 +57,16 @@ class Counters:
         "reroutes",
         "resumes",
         "rows",
+        "silence_losses",
         "slo_rejects",
         "slo_shadow_rejects",
         "snapshots",
         "stale_events",
         "step_regressions",
+        "suspects",
         "tenants_overflowed",
         "tokens",
+        "wave_starts",
     )
 
     def __init__(self, ranks: int) -> None:
@@ -70,6 +78,12 @@ class Counters:
         self.snapshots = [0] * ranks
         self.clamped = [0] * ranks
         self.tokens = [0] * ranks
+        self.suspects = [0] * ranks
+        self.silence_losses = [0] * ranks
+        self.probes = [0] * ranks
+        self.rank_failures = [0] * ranks
+        self.ejections = [0] * ranks
+        self.ejections_capped = 0
         self.rows = 0
         self.late_rows = 0
         self.orphan_rows = 0
@@ -85,6 +99,7 @@ class Counters:
         self.double_ends = 0
         self.double_releases = 0
         self.stale_events = 0
+        self.wave_starts = 0
         self.deadlines_expired = 0
         # By the filter that was given up; only soft filters can be.
         self.relaxed_filters = {"kv_usage": 0, "kv_fit": 0}
@@ -102,3 +117,17 @@ class Counters:
         self.audit_findings = {"sums": 0, "silent": 0}
         self.non_finite_costs = 0
         self.all_non_finite = 0
+
+    def sent_again(self, *, is_resumed: bool) -> None:
+        """A sequence goes to another rank: from its start, or with the tokens that it has."""
+        if is_resumed:
+            self.resumes += 1
+        else:
+            self.reroutes += 1
+
+    def resize(self, ranks: int) -> None:
+        """Count for another number of ranks."""
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, list):
+                resize(value, ranks, int)

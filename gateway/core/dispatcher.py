@@ -12,24 +12,22 @@ from msgspec import Struct, structs
 from gateway.config.schema import Config
 from gateway.core.batcher import BatchFormer
 from gateway.core.batches_in_flight import BatchesInFlight
-from gateway.core.decisions import GATE_KV, Decision
-from gateway.core.entry import Entry
-from gateway.core.errors import Reason
+from gateway.core.capacity import LanesOf, Reach
+from gateway.core.decisions import Decision
+from gateway.core.entry import Entry, Lane, Narrow
+from gateway.core.errors import GatewayError
 from gateway.core.gate import GATE_REASONS, Gate
-from gateway.core.policy import Held, Policy
+from gateway.core.policy import Policy
 from gateway.core.predictor import Predictor
 from gateway.core.queue import RequestQueue
 from gateway.core.ranks import RankTable
-from gateway.core.request import Sequence
-from gateway.core.room import Room, could_ever
+from gateway.core.request import Request, Sequence
+from gateway.core.room import Room
+from gateway.core.search import Choice, Impossible, Search
 from gateway.core.slo import SloTargets
 from gateway.core.tenants import Account
 
-MAX_SKIPPED = 16
-"""How many requests behind a held one are tried."""
-NEVER_FITS = (Reason.PROMPT_TOO_LONG, Reason.KV_TOO_SMALL)
 _BATCHES = GATE_REASONS.index("batches")
-_UNPINNED: Collection[int | None] = (None,)
 
 
 class Placement(Struct, frozen=True):
@@ -41,13 +39,6 @@ class Placement(Struct, frozen=True):
     reason: str
 
 
-class Impossible(Struct, frozen=True):
-    """A queued sequence that no rank can ever take; it is still queued."""
-
-    entry: Entry
-    decision: Decision
-
-
 class Dispatcher:
     """The queue, the gates and the batches of one gateway."""
 
@@ -55,6 +46,8 @@ class Dispatcher:
         settings = config.scheduling
         self.queue = RequestQueue(settings.queue, SloTargets(config.slo))
         self.gate = Gate(settings.queue, table, predictor)
+        self.reach = Reach(table)
+        self._search = Search(self.queue, self.gate, table, policy, settings.queue)
         self.batches: BatchesInFlight | None = None
         self._former: BatchFormer | None = None
         if settings.mode == "batch":
@@ -62,46 +55,46 @@ class Dispatcher:
             self._former = BatchFormer(settings.batch, predictor)
         self._settings = settings
         self._table = table
-        self._policy = policy
         self._predictor = predictor
-        self._hold_ratio = settings.queue.hold_ratio or 0.0
         self._waits_for = settings.queue.hold_until_queued or 0
         self._next_number = 1
         self._due_at: float | None = None
+        self._hopeless: list[Entry] = []
+        """Entries that no rank could ever take, by what ranks reported lately."""
         self.backlog_us = 0
         """Predicted prefill of everything that is queued."""
+
+    def configure(self, config: Config) -> None:
+        """Go by other settings of the same mode, for as many ranks as the table has now. What waits goes on waiting."""
+        settings = self._settings = config.scheduling
+        self.queue.configure(settings.queue, SloTargets(config.slo))
+        self.gate.configure(settings.queue)
+        self._search.configure(settings.queue)
+        if self.batches is not None:
+            self.batches.resize(self._table.size)
+            self._former = BatchFormer(settings.batch, self._predictor)
+
+    @property
+    def no_rank_wait_s(self) -> float:
+        """How long an entry waits while no rank is READY that could ever take it."""
+        return self._settings.queue.no_rank_wait_s
 
     def __len__(self) -> int:
         return len(self.queue)
 
     # ---- what is queued ----------------------------------------------------------------------
 
-    def push(self, sequence: Sequence, now: float) -> None:
-        """Queue a sequence."""
+    def push(self, sequence: Sequence, now: float, loss: GatewayError | None = None) -> None:
+        """Queue a sequence; `loss` is why it has lost its rank, if it had one."""
         request = sequence.request
-        account, prefill_us = request.account, request.prefill_us
-        assert account is not None
-        arrived = request.arrived
-        service_tokens = len(arrived.prompt_token_ids) + min(
-            arrived.sampling.max_tokens, self._table.expected_out_tokens()
-        )
-        number = sequence.queue_number
-        if number is None:
-            number = sequence.queue_number = self._next_number
-            self._next_number += 1
-        # A second attempt stands where the first one stood.
-        entry = Entry(
-            sequence,
-            account,
-            number,
-            request.accepted_at,
-            prefill_ms=prefill_us / 1e3,
-            service_tokens=service_tokens,
-        )
+        entry = self._entry_of(sequence)
+        entry.loss = loss
+        entry.lane = self._lane_of(entry)
         sequence.entry = entry
-        account.queued += 1
-        self.backlog_us += prefill_us
-        self.queue.push(entry, now)
+        entry.account.queued += 1
+        self.backlog_us += request.prefill_us
+        # Another attempt has its time in the queue once more. Who waited for another one's answer has waited already.
+        self.queue.push(entry, now, since=now if sequence.attempts else request.accepted_at)
         if self.queue.size >= self._waits_for:
             self._waits_for = 0
 
@@ -134,12 +127,15 @@ class Dispatcher:
     def next(self, now: float) -> Placement | Impossible | None:
         """The next placement, or None when everything that is queued has to wait."""
         self._due_at = None
-        if not self.queue.size or self._waits_for:
+        if not self.queue.size:
             return None
+        hopeless = self._next_hopeless(now)
+        if hopeless is not None or self._waits_for:
+            return hopeless
         gate = self.gate_states(now)
         while True:
-            found = self._pick(now, gate)
-            if not isinstance(found, _Choice):
+            found = self._search.first(now, gate)
+            if not isinstance(found, Choice):
                 return found
             if self._former is None:
                 return self._place(found, now)
@@ -151,6 +147,13 @@ class Dispatcher:
             due_at = self._former.next_due(self._followers(found.entry, found.rank, now), now)
             if due_at is not None:
                 self._due_at = due_at if self._due_at is None else min(self._due_at, due_at)
+
+    def place(self, sequence: Sequence, now: float) -> Placement | None:
+        """Where a sequence that is not queued can go at once; None if it would have to wait."""
+        if self._waits_for:
+            return None
+        found = self._search.of(self._entry_of(sequence), now, self.gate_states(now))
+        return self._place(found, now) if found is not None else None
 
     def gate_states(self, now: float) -> bytes:
         """Per rank the state of its gate, as an index into `GATE_REASONS`; batches in flight included."""
@@ -167,6 +170,9 @@ class Dispatcher:
         self.queue.check()
         entries = self.queue.entries()
         assert {id(entry) for entry in entries} == {id(sequence.entry) for sequence in queued}
+        if self.reach.is_current:
+            lane_of = self.reach.lane
+            assert all(e.lane == lane_of(e.prompt_tokens, e.max_tokens, e.pinned_rank) for e in entries)
         assert self.backlog_us == sum(entry.sequence.request.prefill_us for entry in entries)
         by_account: dict[Account, int] = {}
         for entry in entries:
@@ -174,78 +180,72 @@ class Dispatcher:
             by_account[entry.account] = by_account.get(entry.account, 0) + 1
         assert all(account.queued == count for account, count in by_account.items())
 
-    def _pick(self, now: float, gate: bytes) -> "_Choice | Impossible | None":
-        """The first entry in service order that a rank may take, and that rank."""
-        if 0 not in gate:
-            return None
-        lanes = _lanes(gate) if self.queue.pinned else _UNPINNED
-        states = gate
-        held_from_idle: tuple[Entry, bytes] | None = None
-        skipped = 0
-        for entry in self.queue.in_order(now, lanes):
-            if entry.pinned_rank is not None and states[entry.pinned_rank]:
-                continue  # its rank's room is kept for one before it
-            found = self._decide(entry, now, states, self._hold_for(entry, now))
-            if isinstance(found, Held):
-                entry.held_since = now if entry.held_since is None else entry.held_since
-                if found.is_idle and held_from_idle is None:
-                    held_from_idle = (entry, states)
-                skipped += 1
-                if skipped > MAX_SKIPPED:
+    def without_rank(self, now: float) -> list[Entry]:
+        """Entries that have waited for `no_rank_wait_s` while no rank was READY that could ever take them."""
+        wait_s, found = self.no_rank_wait_s, list[Entry]()
+        if all(since is None for since in self._table.away_since):
+            return found
+        for lane, entries in self.queue.by_lane():
+            since = self.reach.away_since(lane)
+            if since is None or now - since < wait_s:
+                continue
+            for entry in entries:
+                if now - entry.enqueued_at < wait_s:
                     break
-            elif found is not None and found.rank is not None:
-                return _Choice(entry, found, found.rank)
-            elif found is not None and found.refusal in NEVER_FITS:
-                return Impossible(entry, found)
-            else:
-                states = self._keep_room(entry, states)
-                if 0 not in states:
-                    break
-        if held_from_idle is not None:
-            entry, states = held_from_idle
-            found = self._decide(entry, now, states, 0.0)
-            if isinstance(found, Decision) and found.rank is not None:
-                return _Choice(entry, found, found.rank)
-        return None
+                if now - entry.queued_at >= wait_s:
+                    found.append(entry)
+        return found
 
-    def _hold_for(self, entry: Entry, now: float) -> float:
-        since = entry.held_since
-        if since is not None and now - since >= self._settings.queue.max_hold_s:
-            return 0.0
-        return self._hold_ratio
+    def away_since(self, request: Request) -> float | None:
+        """Since when no rank is READY that could ever take the request; None while one is."""
+        arrived = request.arrived
+        lane = self.reach.lane(len(arrived.prompt_token_ids), arrived.sampling.max_tokens, arrived.pinned_rank)
+        return self.reach.away_since(lane)
 
-    def _decide(self, entry: Entry, now: float, gate: bytes, hold_ratio: float) -> Decision | Held | None:
-        arrived = entry.sequence.request.arrived
-        return self._policy.decide_gated(
-            now,
-            prompt_tokens=entry.prompt_tokens,
-            max_tokens=entry.max_tokens,
-            priority=arrived.priority,
-            pinned_rank=entry.pinned_rank,
-            label=arrived.request_id,
-            prefill_ms=entry.prefill_ms,
-            gate=gate,
-            kv_fits=None if self.gate.kv_fits_everywhere(entry.prompt_tokens) else self.gate.kv_fits,
-            hold_ratio=hold_ratio,
+    def _entry_of(self, sequence: Sequence) -> Entry:
+        request = sequence.request
+        account, arrived = request.account, request.arrived
+        assert account is not None
+        out_tokens = min(arrived.sampling.max_tokens, self._table.expected_out_tokens())
+        if sequence.queue_number is None:
+            sequence.queue_number = self._next_number
+            self._next_number += 1
+        # A second attempt stands where the first one stood.
+        return Entry(
+            sequence,
+            account,
+            sequence.queue_number,
+            request.accepted_at,
+            prefill_ms=request.prefill_us / 1e3,
+            service_tokens=len(arrived.prompt_token_ids) + out_tokens,
         )
 
-    def _keep_room(self, entry: Entry, gate: bytes) -> bytes:
-        """The gates as those behind an entry that waits for room find them: the room is not theirs to take.
+    def _lane_of(self, entry: Entry) -> Lane:
+        lane = self.reach.lane(entry.prompt_tokens, entry.max_tokens, entry.pinned_rank)
+        if lane == Narrow(0):
+            self._hopeless.append(entry)
+        return lane
 
-        Only ranks that can never take the entry stay open.
-        """
-        kept = bytearray(gate)
-        for rank, state in enumerate(gate):
-            if not state and entry.pinned_rank in (None, rank) and could_ever(self._table, rank, entry):
-                kept[rank] = GATE_KV
-        return bytes(kept)
+    def _next_hopeless(self, now: float) -> Impossible | None:
+        """The next entry that no rank can ever take, now that ranks may have become smaller."""
+        if not self.reach.is_current:
+            self.reach.refresh()
+            self._hopeless.clear()
+            self.queue.relane(self._lane_of)
+        while self._hopeless:
+            entry = self._hopeless[-1]
+            found = self._search.refuse(entry, now) if entry.is_queued else None
+            if found is not None:
+                return found
+            self._hopeless.pop()
+        return None
 
-    def _place(self, found: "_Choice", now: float) -> Placement:
+    def _place(self, found: Choice, now: float) -> Placement:
         reason = "idle_rank" if not self._table.in_flight[found.rank] else "gate_open"
         decision = self._describe(found.decision, found.entry, now, reason)
         return Placement(found.rank, [found.entry], [decision], reason)
 
-    def _form(self, found: "_Choice", former: BatchFormer, now: float) -> Placement | None:
+    def _form(self, found: Choice, former: BatchFormer, now: float) -> Placement | None:
         rank = found.rank
         room = Room(self._table, self.gate, rank, found.entry)
         formed = former.form(
@@ -263,14 +263,14 @@ class Dispatcher:
         """The head, and what follows it in service order and may go to the same rank."""
         yield head
         is_behind = False
-        for entry in self.queue.in_order(now, (None, rank)):
+        for entry in self.queue.in_order(now, LanesOf(rank)):
             if is_behind:
                 yield entry
             is_behind = is_behind or entry is head
 
     def _describe(self, decision: Decision, entry: Entry, now: float, reason: str) -> Decision:
         """Complete the record of an entry that goes to a rank now."""
-        decision.queued_ms = (now - entry.enqueued_at) * 1e3
+        decision.queued_ms = (now - entry.queued_at) * 1e3
         decision.queue_depth = self.queue.size
         decision.dispatch_reason = reason
         if self._predictor.has_model:
@@ -283,17 +283,6 @@ class Dispatcher:
         prompt, max_tokens = entry.prompt_tokens, entry.max_tokens
         request = (now, prompt, 0, prompt, max_tokens, arrived.priority, entry.prefill_ms)
         return structs.replace(decision, label=arrived.request_id, request=request, pinned=entry.pinned_rank)
-
-
-class _Choice(Struct, frozen=True):
-    entry: Entry
-    decision: Decision
-    rank: int
-
-
-def _lanes(gate: bytes) -> Collection[int | None]:
-    """The pins that open ranks serve; None is for the sequences without one."""
-    return {None, *[rank for rank, state in enumerate(gate) if not state]}
 
 
 def _shut(gate: bytes, ranks: Collection[int]) -> bytes:

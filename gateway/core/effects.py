@@ -32,6 +32,31 @@ class AbortOnRank(msgspec.Struct, frozen=True):
     wire_ids: Sequence[str]
 
 
+class RenewIncarnation(msgspec.Struct, frozen=True):
+    """This incarnation is over, but its sockets are kept: what comes from them now belongs to the next one.
+
+    The link answers with `RankRenewed`, unless it has found the rank lost itself.
+    """
+
+    rank: int
+    incarnation: int
+
+
+class ProbeRank(msgspec.Struct, frozen=True):
+    """Ask a silent rank for one token that nobody waits for: an engine without work says nothing by itself."""
+
+    rank: int
+    incarnation: int
+    request: EngineRequest
+
+
+class StartWave(msgspec.Struct, frozen=True):
+    """Make these ranks of a lockstep group step; those that are past the wave ignore it."""
+
+    ranks: Sequence[int]
+    wave: int
+
+
 class RequestAccepted(msgspec.Struct, frozen=True):
     """The request was admitted; `request.handle` names it from now on."""
 
@@ -60,6 +85,12 @@ class RankStateChanged(msgspec.Struct, frozen=True):
     cause: str
 
 
+class RankRemoved(msgspec.Struct, frozen=True):
+    """A rank that the configuration leaves out has nothing in flight any more: close its sockets and forget it."""
+
+    rank: int
+
+
 class AuditFound(msgspec.Struct, frozen=True):
     """The audit found something; `batches` is how many batches of the rank the gateway had seen then."""
 
@@ -70,4 +101,16 @@ class AuditFound(msgspec.Struct, frozen=True):
     subject: str
 
 
-Effect = Dispatch | AbortOnRank | RequestAccepted | RequestRefused | RequestEnded | RankStateChanged | AuditFound
+Effect = (
+    Dispatch
+    | AbortOnRank
+    | RenewIncarnation
+    | ProbeRank
+    | StartWave
+    | RequestAccepted
+    | RequestRefused
+    | RequestEnded
+    | RankStateChanged
+    | RankRemoved
+    | AuditFound
+)

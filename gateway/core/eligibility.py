@@ -4,6 +4,9 @@ Hard filters: the rank's state, a blocked send queue, its in-flight limit, its g
 context, the KV capacity, and (by default) the free KV tokens. Soft filters are relaxed, weakest first, when no
 rank passes: `kv_usage`, then `kv_fit` where it is configured as soft. A rank with nothing in flight
 has its whole KV capacity free, whatever its last snapshot said.
+
+That no rank can ever take a request is said only if no rank that is configured could, those included that are away: they
+are as large as they last reported, and one that never joined may be of any size.
 """
 
 from collections.abc import Mapping
@@ -11,6 +14,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from gateway.config.schema import Filters, GroupBudget
+from gateway.core.capacity import most_in_flight, obstacle
 from gateway.core.errors import Reason
 from gateway.core.ranks import RankState, RankTable
 
@@ -24,7 +28,10 @@ REASONS = (
     "kv_capacity",
     "group_budget",
     "context_length",
+    "suspect",
+    "ejected",
     "draining",
+    "joining",
     "lost",
     "absent",
     "not_pinned",
@@ -32,13 +39,21 @@ REASONS = (
 """Stable strings, weakest first. A rank that fails several filters shows the strongest."""
 
 ELIGIBLE, KV_USAGE, KV_FIT, FULL, GROUP_FULL, BLOCKED, KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH = range(9)
-DRAINING, LOST, ABSENT, NOT_PINNED = range(9, len(REASONS))
+SUSPECT, EJECTED, DRAINING, JOINING, LOST, ABSENT, NOT_PINNED = range(9, len(REASONS))
 _UNDECIDED = len(REASONS)
 _UNDECIDED_IF_0 = bytes([_UNDECIDED, ELIGIBLE]) + bytes(254)
 _IS_ELIGIBLE = bytes([1]) + bytes(255)
-_CODE_OF_STATE = {RankState.DRAINING: DRAINING, RankState.LOST: LOST, RankState.ABSENT: ABSENT}
+_CODE_OF_STATE = {
+    RankState.SUSPECT: SUSPECT,
+    RankState.EJECTED: EJECTED,
+    RankState.DRAINING: DRAINING,
+    RankState.JOINING: JOINING,
+    RankState.LOST: LOST,
+    RankState.ABSENT: ABSENT,
+}
+_NOT_READY = {*_CODE_OF_STATE.values(), NOT_PINNED}
 _NO_GROUPS: Mapping[int, int] = {}
-_NEVER_FITS = (KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH)
+_NEVER_FITS = {KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH}
 
 
 class Screened(NamedTuple):
@@ -99,7 +114,7 @@ class Eligibility:
         while rank >= 0:
             codes[rank] = self._code(rank, prompt_tokens, closed)
             rank = codes.find(_UNDECIDED, rank + 1)
-        return self._settle(bytes(codes), is_pinned=False)
+        return self._settle(bytes(codes), prompt_tokens, max_tokens, None)
 
     def _closed_groups(self, prompt_tokens: int, max_tokens: int) -> dict[int, int]:
         """The groups whose budget has no room for the request: `GROUP_FULL`, or `GROUP_BUDGET` if it never has."""
@@ -134,9 +149,14 @@ class Eligibility:
         closed = self._closed_groups(prompt_tokens, max_tokens) if self._budgets else _NO_GROUPS
         codes = bytearray([NOT_PINNED]) * self._table.size
         codes[pinned] = self._code(pinned, prompt_tokens, closed)
-        return self._settle(bytes(codes), is_pinned=True)
+        return self._settle(bytes(codes), prompt_tokens, max_tokens, pinned)
 
-    def _settle(self, codes: bytes, *, is_pinned: bool) -> Screened:
+    def most_in_flight(self, prompt_tokens: int, max_tokens: int, pinned: int | None) -> float:
+        """How many such sequences could be in flight together if nothing else were."""
+        checks_fit = self._checks_fit and KV_FIT not in self._soft
+        return most_in_flight(self._table, prompt_tokens, max_tokens, pinned, checks_fit=checks_fit)
+
+    def _settle(self, codes: bytes, prompt_tokens: int, max_tokens: int, pinned: int | None) -> Screened:
         """Accept the eligible ranks, or else those that only ever weaker soft filters turned away."""
         for accepted in (ELIGIBLE, *self._soft):
             if accepted not in codes:
@@ -146,7 +166,29 @@ class Eligibility:
             relaxed = tuple(REASONS[code] for code in self._soft if code <= accepted and code in codes)
             codes = bytes([ELIGIBLE if code <= accepted else code for code in codes])
             return Screened(codes, _eligible(codes), relaxed)
-        return Screened(codes, [], (), _refusal(codes, is_pinned=is_pinned))
+        return self._refuse(codes, prompt_tokens, max_tokens, pinned)
+
+    def _refuse(self, codes: bytes, prompt_tokens: int, max_tokens: int, pinned: int | None) -> Screened:
+        """The most informative reason why no rank is eligible.
+
+        Where none ever is, each rank shows what keeps it from ever taking the request, even if it is away.
+        """
+        waiting = set(codes) - _NOT_READY - _NEVER_FITS
+        if waiting:
+            return Screened(codes, [], (), Reason.KV_FULL if KV_FIT in waiting else Reason.RANKS_FULL)
+        asked = range(self._table.size) if pinned is None else (pinned,)
+        obstacles = [obstacle(self._table, rank, prompt_tokens, max_tokens) for rank in asked]
+        if None in obstacles:
+            reason = Reason.NO_ELIGIBLE_RANK if pinned is None else Reason.PINNED_RANK_UNAVAILABLE
+            return Screened(codes, [], (), reason)
+        shown = bytearray(codes)
+        for rank, name in zip(asked, obstacles, strict=True):
+            shown[rank] = REASONS.index(str(name))
+        is_output = any(obstacle(self._table, rank, prompt_tokens, 0) is None for rank in asked)
+        is_capacity = set(obstacles) == {REASONS[KV_CAPACITY]}
+        return Screened(
+            bytes(shown), [], (), Reason.KV_TOO_SMALL if is_output or is_capacity else Reason.PROMPT_TOO_LONG
+        )
 
     def _code(self, rank: int, prompt_tokens: int, closed: Mapping[int, int]) -> int:
         """The strongest reason against a rank."""
@@ -174,13 +216,3 @@ class Eligibility:
 
 def _eligible(codes: bytes) -> list[int]:
     return list(compress(range(len(codes)), codes.translate(_IS_ELIGIBLE)))
-
-
-def _refusal(codes: bytes, *, is_pinned: bool) -> Reason:
-    """The most informative reason why no rank is eligible."""
-    joined = set(codes) - {DRAINING, LOST, ABSENT, NOT_PINNED}
-    if not joined:
-        return Reason.PINNED_RANK_UNAVAILABLE if is_pinned else Reason.NO_ELIGIBLE_RANK
-    if joined.issubset(_NEVER_FITS):
-        return Reason.KV_TOO_SMALL if joined == {KV_CAPACITY} else Reason.PROMPT_TOO_LONG
-    return Reason.KV_FULL if KV_FIT in joined else Reason.RANKS_FULL

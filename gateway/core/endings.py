@@ -8,8 +8,10 @@ from gateway.core.effects import AbortOnRank, Effect, RequestEnded
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.lifecycle import Evidence, Phase
 from gateway.core.parts import Parts
+from gateway.core.patience import Patience
 from gateway.core.refusals import ended_by
-from gateway.core.request import Request
+from gateway.core.request import Request, Sequence
+from gateway.types import FinishReason
 
 _SETTLED, _ENDED = Phase.SETTLED, Phase.ENDED
 _DROPPED = (Reason.CANCELLED, Reason.ABORTED, Reason.INTERNAL)
@@ -19,8 +21,9 @@ _DROPPED = (Reason.CANCELLED, Reason.ABORTED, Reason.INTERNAL)
 class Endings:
     """The one way out of the gateway."""
 
-    def __init__(self, parts: Parts, acceptance: Acceptance) -> None:
+    def __init__(self, parts: Parts, acceptance: Acceptance, patience: Patience | None) -> None:
         self._acceptance = acceptance
+        self._patience = patience
         self._registry = parts.registry
         self._admission = parts.admission
         self._answers = parts.answers
@@ -37,6 +40,7 @@ class Endings:
             self._counters.double_ends += 1
             return
         request.advance(_SETTLED)
+        request.settled_at = now
         request.error = error
         for sequence in request.sequences:
             if sequence.entry is not None and self._dispatcher is not None:
@@ -56,6 +60,18 @@ class Endings:
         for follower in followers:
             self._follow_up(follower, request, now, effects)
 
+    def finished(
+        self, sequence: Sequence, finish: FinishReason, evidence: Evidence, now: float, effects: list[Effect]
+    ) -> None:
+        """A sequence is complete; with the last one of its request, so is that. Its attempt is released."""
+        request = sequence.request
+        sequence.finish = finish
+        if request.unfinished == 1:
+            self.settle(request, None, evidence, now, effects)
+            return
+        request.unfinished -= 1
+        self._admission.give_back(request, 1, now)
+
     def cut_short(self, request: Request, reason: Reason, now: float, effects: list[Effect]) -> None:
         """The caller, or the gateway itself, wants no more of it."""
         if not request.is_settled:
@@ -69,7 +85,7 @@ class Endings:
     def expire(self, request: Request, reason: Reason, now: float, effects: list[Effect]) -> None:
         """Its time is over. An answer that is complete and waits for its turn stays one."""
         if not request.is_settled:
-            self._counters.deadlines_expired += 1
+            self._counters.deadlines_expired += reason is Reason.DEADLINE_EXCEEDED
             self.settle(request, ended_by(reason), Evidence.DEADLINE, now, effects)
 
     def _leave(self, request: Request, now: float, effects: list[Effect], *, is_dropped: bool) -> None:
@@ -91,6 +107,10 @@ class Endings:
         over = self._registry.why_over(follower, now)
         if over is not None:
             self.expire(follower, over, now, effects)
+            return
+        waited = self._patience.why_over(follower, now) if self._patience is not None else None
+        if waited is not None:
+            self.settle(follower, waited, Evidence.GATEWAY, now, effects)
             return
         if self._answers.follow(follower):
             return

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
+from gateway.config.schema import Config
 from gateway.core.errors import Reason
-from gateway.types import EngineBatch, RankInfo, Sampling
+from gateway.types import EngineBatch, EngineLoad, RankInfo, Sampling
 
 
 class RequestArrived(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +59,25 @@ class BatchReceived(msgspec.Struct, frozen=True):
     batch: EngineBatch
 
 
+class LoadReported(msgspec.Struct, frozen=True):
+    """A rank incarnation reported its load by itself, not along with a batch."""
+
+    rank: int
+    incarnation: int
+    load: EngineLoad
+
+
+class WaveReported(msgspec.Struct, frozen=True):
+    """A rank of a lockstep group says that a wave is over (`complete`), or that it has begun one (`start`)."""
+
+    rank: int
+    incarnation: int
+    complete: int | None = None
+    start: int | None = None
+
+
 class RankJoined(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank registered (or was re-attached) and can be addressed from now on."""
+    """A rank registered and can be addressed from now on. `reattached`: it is the process that it was, on another connection."""
 
     rank: int
     incarnation: int
@@ -76,7 +94,10 @@ class RankLost(msgspec.Struct, frozen=True):
 
 
 class SendFailed(msgspec.Struct, frozen=True):
-    """An ADD could not be handed to the rank; the attempt never started there."""
+    """An ADD could not be handed to the rank; the attempt never started there.
+
+    `cause` `unreachable`: the rank takes nothing until `SendUnblocked` or its next incarnation, one of which follows.
+    """
 
     rank: int
     incarnation: int
@@ -93,6 +114,20 @@ class SendBlocked(msgspec.Struct, frozen=True):
 
 class SendUnblocked(msgspec.Struct, frozen=True):
     """The rank's send FIFO drained."""
+
+    rank: int
+    incarnation: int
+
+
+class RankHeard(msgspec.Struct, frozen=True):
+    """A message of a rank incarnation that is no batch: its process lives."""
+
+    rank: int
+    incarnation: int
+
+
+class RankRenewed(msgspec.Struct, frozen=True):
+    """The link gave the rank's kept sockets a new incarnation, as `RenewIncarnation` asked."""
 
     rank: int
     incarnation: int
@@ -121,6 +156,12 @@ class AbortAll(msgspec.Struct, frozen=True):
     reason: Reason
 
 
+class Reconfigured(msgspec.Struct, frozen=True):
+    """Another configuration is in force, which `gateway.config.changes` has found to be a live change of the last one."""
+
+    config: Config
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time passed. Expires deadlines, foreign load and bounded memories."""
 
@@ -129,8 +170,12 @@ Event = (
     RequestArrived
     | RequestCancelled
     | BatchReceived
+    | LoadReported
+    | WaveReported
     | RankJoined
     | RankLost
+    | RankHeard
+    | RankRenewed
     | SendFailed
     | SendBlocked
     | SendUnblocked
@@ -138,5 +183,6 @@ Event = (
     | RankUndrained
     | DrainStarted
     | AbortAll
+    | Reconfigured
     | Tick
 )

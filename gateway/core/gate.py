@@ -27,12 +27,16 @@ class Gate:
     def __init__(self, settings: Queue, table: RankTable, predictor: Predictor) -> None:
         self._table = table
         self._predictor = predictor
+        self.configure(settings)
+
+    def configure(self, settings: Queue) -> None:
+        """Go by these settings, for as many ranks as the table has now."""
         self._max_in_flight = settings.max_in_flight_per_rank
         self._kv_limit = settings.kv_limit
         self._limit_us = None if settings.gate_ms is None else settings.gate_ms * 1e3
         self._limit_steps = settings.gate_steps
         self._limit_tokens = settings.gate_tokens
-        self._ranks = range(table.size)
+        self._ranks = range(self._table.size)
         self._infos: list[RankInfo | None] = []
         self._slots: list[int] = []
         self._kept_free = inf

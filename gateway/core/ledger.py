@@ -4,8 +4,11 @@ The invariant that everything rests on: for every rank, the columns that this mo
 sums over that rank's live attempts (`check` verifies it). There are no bare counters to drift.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 
+from gateway.core.columns import resize
 from gateway.core.counters import Counters
 from gateway.core.ranks import RankTable
 from gateway.core.request import Attempt
@@ -22,6 +25,20 @@ class Ledger:
         self._unstarted: list[dict[str, Attempt]] = [{} for _ in range(table.size)]
         self._prefilled_until = [-inf] * table.size
         """Up to when a rank's time was given to attempts that have started."""
+
+    def resize(self) -> None:
+        """Take as many ranks as the table has now, and count anew what budgets of groups are counted in."""
+        table = self._table
+        resize(self._of_rank, table.size, dict)
+        resize(self._unstarted, table.size, dict)
+        resize(self._prefilled_until, table.size, lambda: -inf)
+        for sums in (table.group_in_flight, table.group_prompt_tokens, table.group_kv_tokens):
+            sums[:] = [0] * len(sums)
+        for column in (table.prompt_tokens_in_flight, table.kv_reserved_tokens):
+            column[:] = [0] * len(column)
+        for attempt in self.live.values() if table.has_budgets else ():
+            prompt_tokens = attempt.prompt_tokens
+            self._reserve(attempt.rank, 1, prompt_tokens, prompt_tokens + attempt.max_tokens)
 
     def charge(self, attempt: Attempt, now: float) -> None:
         """Count an attempt on its rank. Runs in the same synchronous step as the pick.
@@ -110,6 +127,19 @@ class Ledger:
         since = self._table.sent_since_snapshot
         since[attempt.rank] = max(0, since[attempt.rank] - 1)
         return is_empty
+
+    @contextmanager
+    def without(self, attempt: Attempt) -> Iterator[None]:
+        """Inside, the budget of its group is as if the live attempt were released: for deciding where else it could go."""
+        kv_tokens = attempt.prompt_tokens + attempt.max_tokens
+        has_budgets = self._table.has_budgets
+        if has_budgets:
+            self._reserve(attempt.rank, -1, -attempt.prompt_tokens, -kv_tokens)
+        try:
+            yield
+        finally:
+            if has_budgets:
+                self._reserve(attempt.rank, 1, attempt.prompt_tokens, kv_tokens)
 
     def of_rank(self, rank: int) -> list[Attempt]:
         """The rank's live attempts, oldest first."""

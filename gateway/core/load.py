@@ -5,10 +5,15 @@ is empty, what the rank last said about its queue is stale (its last report was 
 request ended) and becomes 0. KV usage stays as reported, and so does the snapshot's age.
 """
 
+from gateway.config.schema import Config
 from gateway.config.schema import Load as LoadSettings
+from gateway.core.columns import resize
 from gateway.core.counters import Counters
 from gateway.core.ranks import RankTable
 from gateway.types import EngineBatch, EngineLoad
+
+MAX_REORDERED_S = 5.0
+"""A report that is older by more than this wasn't overtaken on the way: the rank's clock is not what it was."""
 
 
 class LoadBook:
@@ -16,13 +21,23 @@ class LoadBook:
 
     def __init__(self, table: RankTable, settings: LoadSettings, gateways: int, counters: Counters) -> None:
         self._table = table
-        self._settings = settings
-        self._gateways = gateways
         self._counters = counters
+        self._settings, self._gateways = settings, gateways
         self._own_at_receipt = [0] * table.size
         self._last_abort_at: list[float | None] = [None] * table.size
-        self._last_step: dict[tuple[int, str], int] = {}
+        self._last_step: dict[tuple[int, str], tuple[int, int]] = {}
+        self._last_taken_at: dict[int, float] = {}
         self._foreign: set[int] = set()
+
+    def configure(self, config: Config) -> None:
+        """Go by other settings, for as many ranks as the table has now."""
+        self._settings, self._gateways = config.load, config.gateways
+        size = self._table.size
+        resize(self._own_at_receipt, size, int)
+        resize(self._last_abort_at, size, lambda: None)
+        self._foreign = {rank for rank in self._foreign if rank < size}
+        self._last_step = {key: step for key, step in self._last_step.items() if key[0] < size}
+        self._last_taken_at = {rank: at for rank, at in self._last_taken_at.items() if rank < size}
 
     def join(self, rank: int) -> None:
         """A new incarnation starts without a report."""
@@ -32,6 +47,7 @@ class LoadBook:
         self._foreign.discard(rank)
         for source in ("output", "coordinator"):
             self._last_step.pop((rank, source), None)
+        self._last_taken_at.pop(rank, None)
 
     def aborted(self, rank: int, now: float) -> None:
         """We sent an abort; reports without rows soon after still count the aborted request."""
@@ -39,9 +55,18 @@ class LoadBook:
 
     def store(self, rank: int, batch: EngineBatch, now: float) -> None:
         """Keep a batch's report. Runs before the batch's rows are looked at."""
-        load = batch.load
-        if load is None or self._is_regression(rank, load):
-            return
+        if batch.load is not None:
+            self._keep(rank, batch.load, now)
+
+    def report(self, rank: int, load: EngineLoad, now: float) -> None:
+        """Keep a report that came by itself."""
+        if self._keep(rank, load, now) and not self._table.in_flight[rank]:
+            self._judge(rank, now, has_rows=False)
+
+    def _keep(self, rank: int, load: EngineLoad, now: float) -> bool:
+        """Store a report; False when a later one is stored already."""
+        if self._is_regression(rank, load):
+            return False
         table = self._table
         table.reported_running[rank] = load.running
         table.reported_waiting[rank] = load.waiting
@@ -51,18 +76,21 @@ class LoadBook:
         self._own_at_receipt[rank] = table.in_flight[rank]
         self._counters.snapshots[rank] += 1
         self._normalise(rank)
+        return True
 
     def settle(self, rank: int, batch: EngineBatch, now: float) -> None:
         """Judge a report that came while nothing of ours was in flight and nothing of ours was in it."""
-        if batch.load is None:
-            return
+        if batch.load is not None:
+            self._judge(rank, now, has_rows=bool(len(batch.ids)))
+
+    def _judge(self, rank: int, now: float, *, has_rows: bool) -> None:
         table = self._table
         if not (table.reported_running[rank] or table.reported_waiting[rank]):
             self._foreign.discard(rank)
             return
         last_abort = self._last_abort_at[rank]
         is_settling = last_abort is not None and now - last_abort <= self._settings.abort_settle_s
-        if len(batch.ids) or is_settling:
+        if has_rows or is_settling:
             self.clamp(rank)
         else:
             self._counters.foreign_reports += 1
@@ -104,14 +132,22 @@ class LoadBook:
                 self._normalise(rank)
 
     def _is_regression(self, rank: int, load: EngineLoad) -> bool:
-        if load.step_counter is None:
-            return False
-        key = (rank, load.source)
-        last = self._last_step.get(key)
-        if last is not None and load.step_counter < last:
-            self._counters.step_regressions += 1
-            return True
-        self._last_step[key] = load.step_counter
+        """Whether the rank took a stored report after this one: two sources come over two connections."""
+        taken_at = load.taken_at_s
+        if taken_at is not None:
+            behind_s = self._last_taken_at.get(rank, taken_at) - taken_at
+            if 0.0 < behind_s < MAX_REORDERED_S:
+                self._counters.step_regressions += 1
+                return True
+        if load.step_counter is not None:
+            key, step = (rank, load.source), (load.wave, load.step_counter)
+            last = self._last_step.get(key)
+            if last is not None and step < last:
+                self._counters.step_regressions += 1
+                return True
+            self._last_step[key] = step
+        if taken_at is not None:
+            self._last_taken_at[rank] = taken_at
         return False
 
     def _remove_own(self, rank: int) -> None:

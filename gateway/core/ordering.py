@@ -54,7 +54,7 @@ class Ordering:
 
     def __init__(self, settings: Preserve) -> None:
         self._max_places = settings.max_places
-        self._max_held_bytes = settings.max_held_bytes
+        self.max_held_bytes = settings.max_held_bytes
         # An OrderedDict finds its first key in constant time after any number of removals at the front; a dict walks
         # over what was removed.
         self._domains: dict[str, OrderedDict[Place, None]] = {}
@@ -73,7 +73,7 @@ class Ordering:
         """
         if self.places >= self._max_places:
             return "places"
-        if domain in self._domains and self.held_bytes + worst_bytes > self._max_held_bytes:
+        if domain in self._domains and self.held_bytes + worst_bytes > self.max_held_bytes:
             return "bytes"
         return None
 
@@ -171,7 +171,7 @@ class Ordering:
         places = [place for row in rows for place in row]
         assert all(rows), "an empty domain was kept"
         assert self.places == len(places) <= self._max_places
-        assert self.held_bytes == sum(place.charged_bytes for place in places) <= self._max_held_bytes
+        assert self.held_bytes == sum(place.charged_bytes for place in places) <= self.max_held_bytes
         heads = {next(iter(row)) for row in rows}
         for place in places:
             assert place.request is not None

@@ -6,7 +6,7 @@ Nothing here changes the rank table: the caller charges the chosen rank before i
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from gateway.config import schema
 from gateway.core.costing import CostFunction, RequestValues
@@ -51,24 +51,34 @@ class Policy:
         coupled: bool,
         rng: Callable[[], float],
     ) -> None:
-        self.resolved: Final = resolve(settings)
-        self._table = table
-        self._eligibility = Eligibility(filters, table)
-        formula = self.resolved.formula
+        self._table, self._state = table, PickState(rng)
         self._cost: CostFunction | None = None
+        self._faults_before = 0
+        self._use(settings, filters, gateways=gateways, coupled=coupled)
+
+    def configure(self, config: schema.Config) -> None:
+        """Go by another policy and other filters, over as many ranks as the table has now. The counts go on."""
+        coupled = any(group.coupled for group in config.groups)
+        self._use(config.policy, config.filters, gateways=config.gateways, coupled=coupled)
+
+    def _use(self, settings: schema.Policy, filters: schema.Filters, *, gateways: int, coupled: bool) -> None:
+        resolved, table, cost = resolve(settings), self._table, None
+        self._state.cursor %= table.size
+        formula = resolved.formula
         if formula is not None:
-            is_maximised = self.resolved.objective == "max"
-            self._cost = CostFunction(formula, table, gateways=gateways, coupled=coupled, is_maximised=is_maximised)
-        self._state = PickState(rng)
-        self._picker = make_picker(self.resolved, self._cost, table, self._state)
-        self._copy_columns = formula.copy_columns if formula is not None else _no_columns
-        # Whether the two counts below can ever move.
-        self.may_fault: Final = self._cost is not None and self._cost.direct is None
+            is_maximised = resolved.objective == "max"
+            cost = CostFunction(formula, table, gateways=gateways, coupled=coupled, is_maximised=is_maximised)
+        self._picker = make_picker(resolved, cost, table, self._state)
+        self._eligibility = Eligibility(filters, table)
+        self._copy_columns = formula.copy_columns if formula is not None else lambda _: ()
+        self._faults_before = self.non_finite_costs
+        self.resolved, self._cost = resolved, cost
+        self.may_fault = cost is not None and cost.direct is None  # else neither of the counts below ever moves
 
     @property
     def non_finite_costs(self) -> int:
         """How many costs of eligible ranks could not be computed or were not finite."""
-        return self._cost.non_finite if self._cost is not None else 0
+        return self._faults_before + (self._cost.non_finite if self._cost is not None else 0)
 
     @property
     def all_non_finite(self) -> int:
@@ -134,6 +144,10 @@ class Policy:
         request = (now, prompt_tokens, 0, prompt_tokens, max_tokens, priority, prefill_ms)
         return self._record(screened, request, pinned_rank, label, _NO_PICK)
 
+    def most_in_flight(self, prompt_tokens: int, max_tokens: int, pinned_rank: int | None) -> float:
+        """How many such sequences the ranks could have in flight together if nothing else were."""
+        return self._eligibility.most_in_flight(prompt_tokens, max_tokens, pinned_rank)
+
     def decide_gated(  # noqa: PLR0913 - one request's values, and the three of late binding
         self,
         now: float,
@@ -189,8 +203,8 @@ class Policy:
         Where the choice is random, they show the first of the equals.
         """
         state, cost = self._state, self._cost
-        saved = (state.rng, state.cursor, state.all_non_finite, self.non_finite_costs)
-        state.rng = _zero
+        saved = (state.rng, state.cursor, state.all_non_finite, cost.non_finite if cost is not None else 0)
+        state.rng = float  # which gives 0.0
         try:
             yield
         finally:
@@ -284,11 +298,3 @@ class Policy:
             0,
             gate,
         )
-
-
-def _zero() -> float:
-    return 0.0
-
-
-def _no_columns(table: object) -> tuple[()]:  # noqa: ARG001 - same shape as the generated ones
-    return ()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from math import exp, log, nan
 
 from gateway.config.scheduling import Predictor as Settings
+from gateway.config.schema import Config
 from gateway.core.formula_syntax import FormulaError
 from gateway.core.predictor_formula import Member, PrefillFormula, StepFormula, compile_prefill, compile_step
 
@@ -43,6 +44,7 @@ class Predictor:
     __slots__ = (
         "_batch",
         "_calibration",
+        "_settings",
         "_single",
         "_step",
         "_us_per_ms",
@@ -54,17 +56,37 @@ class Predictor:
 
     def __init__(self, settings: Settings | None = None) -> None:
         """Raises `FormulaError` for a formula that can't be compiled."""
-        self.has_model = settings is not None
         self.faults = 0
         self.scale = 1.0
         self._us_per_ms = 1000.0
+        self._calibration: _Calibration | None = None
+        self._settings: Settings | None = None
+        self._use(settings)
+
+    def configure(self, config: Config) -> None:
+        """Go by other formulas. What calibration has learnt stays while it is of the same one."""
+        if config.predictor != self._settings:
+            self._use(config.predictor)
+
+    def _use(self, settings: Settings | None) -> None:
+        is_same = (
+            settings is not None
+            and self._settings is not None
+            and (settings.prefill_ms, settings.calibrate) == (self._settings.prefill_ms, self._settings.calibrate)
+        )
         text = settings.prefill_ms if settings is not None else f"{PRIOR_US_PER_TOKEN / 1000} * total_new_tokens"
-        _, self._single, self._batch = compile_prefill(text)
-        self._step: Callable[[int, int], float] | None = None
+        _, single, batch = compile_prefill(text)
+        step: Callable[[int, int], float] | None = None
         if settings is not None and settings.step_ms is not None:
-            self._step = compile_step(settings.step_ms).step
-        self.has_step_model = self._step is not None
-        self._calibration = _Calibration() if settings is not None and settings.calibrate else None
+            step = compile_step(settings.step_ms).step
+        self._single, self._batch, self._step = single, batch, step
+        self._settings = settings
+        self.has_model = settings is not None
+        self.has_step_model = step is not None
+        if not is_same:
+            self.scale = 1.0
+            self._us_per_ms = 1000.0
+            self._calibration = _Calibration() if settings is not None and settings.calibrate else None
 
     def prefill_us(self, prompt_tokens: int, cached_tokens: int = 0) -> int:
         """Microseconds to prefill one request: 0 to `MAX_US`, scaled.

@@ -1,7 +1,7 @@
 """The one ordered queue of sequences that wait for a rank. It knows no ranks' states: the caller asks for lanes.
 
-Service order, over the entries whose pin is in one of the lanes asked for (an entry that is pinned to a shut rank is
-in nobody's way):
+Service order, over the entries in one of the lanes asked for (an entry that is pinned to a shut rank, or that only shut
+ranks could ever take, is in nobody's way):
 
 1. entries in time. Tenants take fair turns (`queue_turns`). In a tenant's turn its overdue entries, queued for
    `max_wait_s` or longer, go first, oldest first; then the others by priority, then key, then number. With `fair` off
@@ -19,14 +19,15 @@ Memory is that of the entries: nothing is deleted lazily.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from heapq import merge
 from math import inf
 
 from gateway.config.scheduling import Queue, Tenant
-from gateway.core.entry import Entry
-from gateway.core.queue_lane import Backlog, Lane, Pin
+from gateway.core.entry import Entry, Lane
+from gateway.core.queue_lane import Backlog, Row
 from gateway.core.queue_order import Order
+from gateway.core.queue_timeouts import TimeOuts
 from gateway.core.queue_turns import Turns
 from gateway.core.slo import SloTargets
 from gateway.core.tenants import Account
@@ -36,11 +37,8 @@ class RequestQueue:
     """All entries that wait. `Entry.number` must be unique among them."""
 
     def __init__(self, settings: Queue, slo: SloTargets) -> None:
-        self._settings = settings
-        self._order = Order(settings, slo)
-        self._levels = {level.priority: level for level in settings.levels}
-        self._default_timeout_s = inf if settings.timeout_s is None else settings.timeout_s
-        self._max_wait_s = inf if settings.max_wait_s is None else settings.max_wait_s
+        self._common: Account | None = None
+        self._use(settings, slo)
         self.size = 0
         """Entries that wait."""
         self.pinned = 0
@@ -49,14 +47,44 @@ class RequestQueue:
         # company. Where ranks keep up with what arrives, no other is ever made.
         self._only: Entry | None = None
         self._depths: dict[int, int] = {}
-        self._lanes: dict[Pin, Lane] = {}
+        self._rows: dict[Lane, Row] = {}
         self._backlogs: dict[Account, Backlog] = {}
         self._turns = Turns()
-        # Without fairness all entries are in one account's backlog, and nobody is charged.
-        self._common = None if settings.fair else Account("", Tenant())
         self._expiries: list[tuple[float, int, Entry]] = []
         self.timeouts_delayed = 0
         """Entries that went behind all others because their time-out passed."""
+
+    def configure(self, settings: Queue, slo: SloTargets) -> None:
+        """Go by other settings: what waits is put into the new order, with the time-out that it came with."""
+        listed = [] if self._only is not None else self.entries()
+        for entry in listed:
+            self._unlist(entry)
+        self._use(settings, slo)
+        for entry in listed:
+            self._list(entry, entry.enqueued_at)
+
+    def relane(self, lane_of: Callable[[Entry], Lane]) -> None:
+        """Put every entry into the lane that it belongs to now. The service order stays."""
+        for entry in self.entries():
+            lane = lane_of(entry)
+            if lane == entry.lane:
+                continue
+            if entry is self._only:
+                entry.lane = lane
+                continue
+            self._leave_row(entry)
+            if entry.is_delayed:
+                entry.lane = lane
+            else:
+                self._backlogs[self._common or entry.account].move(entry, lane)
+            self._enter_row(entry)
+
+    def _use(self, settings: Queue, slo: SloTargets) -> None:
+        self._order = Order(settings, slo)
+        self.time_outs = TimeOuts(settings)
+        self._max_wait_s = inf if settings.max_wait_s is None else settings.max_wait_s
+        # Without fairness all entries are in one account's backlog, and nobody is charged.
+        self._common = None if settings.fair else self._common or Account("", Tenant())
 
     def __len__(self) -> int:
         return self.size
@@ -69,14 +97,18 @@ class RequestQueue:
 
     # ---- in and out --------------------------------------------------------------------------
 
-    def push(self, entry: Entry, now: float) -> None:
-        """Queue an entry; its time-out starts now. One that is queued already stays where it is."""
+    def push(self, entry: Entry, now: float, *, since: float | None = None) -> None:
+        """Queue an entry; its time-out counts from `since` (None: now). One that is queued already stays where it is."""
         if entry.is_queued:
             return
         entry.is_queued = True
         entry.is_delayed = False
-        timeout_s = self._timeout_s(entry)
-        entry.expires_at = now + timeout_s if timeout_s < inf else None
+        begin = entry.queued_at = now if since is None else since
+        arrived = entry.sequence.request.arrived
+        asked_s = self.time_outs.asked_s(arrived)
+        timeout_s = min(asked_s, self.time_outs.timeout_s(entry.priority))
+        entry.gives_up_at = begin + asked_s if asked_s < inf else None
+        entry.expires_at = begin + timeout_s if timeout_s < inf else None
         self.size += 1
         if entry.pinned_rank is not None:
             self.pinned += 1
@@ -96,20 +128,21 @@ class RequestQueue:
             self.pinned -= 1
         if entry is self._only:
             self._only = None
-            return
+        else:
+            self._unlist(entry)
+
+    def _unlist(self, entry: Entry) -> None:
+        """Take an entry out of all lists."""
         depth = self._depths[entry.priority] - 1
         if depth:
             self._depths[entry.priority] = depth
         else:
             del self._depths[entry.priority]
-        lane = self._lanes[entry.pinned_rank]
-        lane.discard(entry)
-        if not lane.arrivals:
-            del self._lanes[entry.pinned_rank]
+        self._leave_row(entry)
+        if entry.expires_at is not None:
+            del self._expiries[bisect_left(self._expiries, (entry.expires_at, entry.number))]
         if not entry.is_delayed:
             self._leave_backlog(entry)
-            if entry.expires_at is not None:
-                del self._expiries[bisect_left(self._expiries, (entry.expires_at, entry.number))]
 
     def taken(self, entry: Entry) -> None:
         """An entry goes to a rank: its tenant is charged, and it leaves."""
@@ -124,14 +157,14 @@ class RequestQueue:
     def expired(self, now: float) -> list[Entry]:
         """Entries whose time-out has passed and that are to be refused, earliest first; they are out of the queue.
 
-        Those that are to be delayed go behind all that are in time, and stay queued.
+        Those that are to be delayed go behind all that are in time, and stay queued; until the call's own time-out.
         """
         if self._only is not None and self._only.expires_at is not None and self._only.expires_at <= now:
             self._list_only()
         due = []
         while self._expiries and self._expiries[0][0] <= now:
             entry = self._expiries[0][2]
-            if self._delays(entry):
+            if self._delays(entry, now):
                 self._delay(entry)
             else:
                 self.remove(entry)
@@ -141,13 +174,25 @@ class RequestQueue:
     def _list(self, entry: Entry, now: float) -> None:
         """Put an entry into all lists."""
         self._depths[entry.priority] = self._depths.get(entry.priority, 0) + 1
-        lane = self._lanes.get(entry.pinned_rank)
-        if lane is None:
-            lane = self._lanes[entry.pinned_rank] = Lane()
-        lane.add(entry)
-        self._enter_backlog(entry, now)
+        self._enter_row(entry)
         if entry.expires_at is not None:
             insort(self._expiries, (entry.expires_at, entry.number, entry))
+        if not entry.is_delayed:
+            self._enter_backlog(entry, now)
+
+    def _enter_row(self, entry: Entry) -> None:
+        row = self._rows.get(entry.lane)
+        if row is None:
+            row = self._rows[entry.lane] = Row()
+        row.add(entry)
+        if entry.is_delayed:
+            row.delay(entry)
+
+    def _leave_row(self, entry: Entry) -> None:
+        row = self._rows[entry.lane]
+        row.discard(entry)
+        if not row.arrivals:
+            del self._rows[entry.lane]
 
     def _list_only(self) -> None:
         """The only entry has company, or its time-out has passed."""
@@ -156,27 +201,19 @@ class RequestQueue:
             self._only = None
             self._list(entry, entry.enqueued_at)
 
-    def _timeout_s(self, entry: Entry) -> float:
-        timeout_s = self._default_timeout_s
-        if self._levels:
-            level = self._levels.get(entry.priority)
-            if level is not None and level.timeout_s is not None:
-                timeout_s = level.timeout_s
-        asked_s = entry.sequence.request.arrived.queue_timeout_s
-        if asked_s is not None and asked_s < timeout_s and self._settings.allow_timeout_override:
-            return asked_s
-        return timeout_s
-
-    def _delays(self, entry: Entry) -> bool:
-        level = self._levels.get(entry.priority)
-        action = level.timeout_action if level is not None else None
-        return (action or self._settings.timeout_action) == "delay"
+    def _delays(self, entry: Entry, now: float) -> bool:
+        """Whether it goes behind all others: the call's own time-out is how long its caller waits, and ends it."""
+        has_given_up = entry.gives_up_at is not None and entry.gives_up_at <= now
+        return not has_given_up and self.time_outs.is_delay(entry.priority)
 
     def _delay(self, entry: Entry) -> None:
         self._leave_backlog(entry)
         del self._expiries[0]
         entry.is_delayed = True
-        self._lanes[entry.pinned_rank].delay(entry)
+        self._rows[entry.lane].delay(entry)
+        entry.expires_at = entry.gives_up_at
+        if entry.expires_at is not None:
+            insort(self._expiries, (entry.expires_at, entry.number, entry))
         self.timeouts_delayed += 1
 
     def _enter_backlog(self, entry: Entry, now: float) -> None:
@@ -196,19 +233,19 @@ class RequestQueue:
 
     # ---- service order -----------------------------------------------------------------------
 
-    def in_order(self, now: float, lanes: Container[Pin]) -> Iterator[Entry]:
-        """The entries pinned to one of `lanes` (None: unpinned), as they would be served if each were taken in turn.
+    def in_order(self, now: float, lanes: Container[Lane]) -> Iterator[Entry]:
+        """The entries in one of `lanes`, as they would be served if each were taken in turn.
 
         Lazy. The queue must not change while the iterator is in use.
         """
         if self._only is not None:
-            return iter((self._only,) if self._only.pinned_rank in lanes else ())
-        asked = [lane for pin, lane in self._lanes.items() if pin in lanes]
+            return iter((self._only,) if self._only.lane in lanes else ())
+        asked = [row for lane, row in self._rows.items() if lane in lanes]
         return self._walk(now, asked, lanes) if asked else iter(())
 
-    def _walk(self, now: float, asked: list[Lane], pins: Container[Pin]) -> Iterator[Entry]:
-        yield from self._turns.walk(pins, now - self._max_wait_s, now)
-        for _, entry in merge(*[lane.delayed for lane in asked]):
+    def _walk(self, now: float, asked: list[Row], lanes: Container[Lane]) -> Iterator[Entry]:
+        yield from self._turns.walk(lanes, now - self._max_wait_s, now)
+        for _, entry in merge(*[row.delayed for row in asked]):
             yield entry
 
     # ---- looking -----------------------------------------------------------------------------
@@ -217,20 +254,26 @@ class RequestQueue:
         """The entries that are pinned to a rank, in arrival order."""
         if self._only is not None:
             return [self._only] if self._only.pinned_rank == rank else []
-        lane = self._lanes.get(rank)
-        return [] if lane is None else [entry for _, _, entry in lane.arrivals]
+        row = self._rows.get(rank)
+        return [] if row is None else [entry for _, _, entry in row.arrivals]
+
+    def by_lane(self) -> list[tuple[Lane, Iterator[Entry]]]:
+        """Each lane in which something waits, and what it is, in arrival order."""
+        if self._only is not None:
+            return [(self._only.lane, iter((self._only,)))]
+        return [(lane, (entry for _, _, entry in row.arrivals)) for lane, row in self._rows.items()]
 
     def entries(self) -> list[Entry]:
         """All entries in arrival order."""
         if self._only is not None:
             return [self._only]
-        return [entry for _, _, entry in merge(*[lane.arrivals for lane in self._lanes.values()])]
+        return [entry for _, _, entry in merge(*[row.arrivals for row in self._rows.values()])]
 
     def oldest(self) -> Entry | None:
         """The entry that has waited longest."""
         if self._only is not None or not self.size:
             return self._only
-        return min(lane.arrivals[0] for lane in self._lanes.values())[2]
+        return min(row.arrivals[0] for row in self._rows.values())[2]
 
     def check(self) -> None:
         """Assert that all lists hold the same entries, in order; for tests."""
@@ -241,16 +284,16 @@ class RequestQueue:
         listed = [] if self._only is not None else entries
         assert len(listed) == sum(self._depths.values())
         assert all(self._depths.values())
-        assert all(lane.arrivals for lane in self._lanes.values())
+        assert all(row.arrivals for row in self._rows.values())
         in_time = [entry for entry in listed if not entry.is_delayed]
         waiting = [entry for backlog in self._backlogs.values() for entry in backlog.checked()]
-        delayed = [item[1] for lane in self._lanes.values() for item in lane.delayed]
+        delayed = [item[1] for row in self._rows.values() for item in row.delayed]
         assert sorted(map(id, waiting)) == sorted(map(id, in_time))
         assert sorted(map(id, waiting + delayed)) == sorted(map(id, listed))
-        assert len(self._expiries) == sum(entry.expires_at is not None for entry in in_time)
+        assert len(self._expiries) == sum(entry.expires_at is not None for entry in listed)
         assert {turn[2].account for turn in self._turns.line} == set(self._backlogs)
-        for lane in self._lanes.values():
-            assert lane.arrivals == sorted(lane.arrivals)
-            assert lane.delayed == sorted(lane.delayed)
+        for row in self._rows.values():
+            assert row.arrivals == sorted(row.arrivals)
+            assert row.delayed == sorted(row.delayed)
         assert self._turns.line == sorted(self._turns.line)
         assert self._expiries == sorted(self._expiries)

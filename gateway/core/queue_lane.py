@@ -1,6 +1,6 @@
 """The sorted lists that the queue is made of.
 
-An entry is in one `Lane`, that of its pin, which knows arrivals; and while it is in time also in one `Backlog`, that of
+An entry is in one `Row`, that of its lane, which knows arrivals; and while it is in time also in one `Backlog`, that of
 its tenant, which knows the service order and what is overdue. All lists are sorted by keys that end in the entry's
 number, which no other queued entry has: an entry is found by bisection and never compared itself.
 """
@@ -9,17 +9,16 @@ from bisect import bisect_left, insort
 from collections.abc import Container, Iterable, Iterator
 from heapq import merge
 
-from gateway.core.entry import Entry
+from gateway.core.entry import Entry, Lane
 from gateway.core.queue_order import Order, Ranked
 from gateway.core.tenants import Account
 
-Pin = int | None
 Arrival = tuple[float, int, Entry]
 """Enqueued at (s), number, entry."""
 
 
-class Lane:
-    """All entries with one pin, by arrival; and those of them whose time-out has passed, by number."""
+class Row:
+    """All entries of one lane, by arrival; and those of them whose time-out has passed, by number."""
 
     __slots__ = ("arrivals", "delayed")
 
@@ -43,7 +42,7 @@ class Lane:
 
 
 class _Line:
-    """Entries of one tenant and one pin, by rank in service and by arrival. `keyed_at`: what all keys are for."""
+    """Entries of one tenant and one lane, by rank in service and by arrival. `keyed_at`: what all keys are for."""
 
     __slots__ = ("arrivals", "items", "keyed_at")
 
@@ -67,28 +66,34 @@ class Backlog:
 
     def __init__(self, account: Account, order: Order) -> None:
         self._order = order
-        self._lines: dict[Pin, _Line] = {}
+        self._lines: dict[Lane, _Line] = {}
         self.account = account
         self.turn: tuple[int, int] | None = None
 
     def add(self, entry: Entry, now: float) -> None:
         """Put an entry in, and set its key."""
-        line = self._lines.get(entry.pinned_rank)
+        line = self._lines.get(entry.lane)
         if line is None:
-            line = self._lines[entry.pinned_rank] = _Line(now)
+            line = self._lines[entry.lane] = _Line(now)
         entry.key = self._order.key(entry, line.keyed_at)
         insort(line.items, (entry.priority, entry.key, entry.number, entry))
         insort(line.arrivals, (entry.enqueued_at, entry.number, entry))
 
     def discard(self, entry: Entry) -> bool:
         """Take out one of its entries. True when that was the last one."""
-        line = self._lines[entry.pinned_rank]
+        line = self._lines[entry.lane]
         key = self._order.key(entry, line.keyed_at) if self._order.is_dynamic else entry.key
         del line.items[bisect_left(line.items, (entry.priority, key, entry.number))]
         del line.arrivals[bisect_left(line.arrivals, (entry.enqueued_at, entry.number))]
         if not line.items:
-            del self._lines[entry.pinned_rank]
+            del self._lines[entry.lane]
         return not self._lines
+
+    def move(self, entry: Entry, lane: Lane) -> None:
+        """One of its entries goes to another lane."""
+        self.discard(entry)
+        entry.lane = lane
+        self.add(entry, entry.enqueued_at)
 
     def checked(self) -> list[Entry]:
         """All of it, line by line, once both lists of each line were found to agree; for tests."""
@@ -97,15 +102,15 @@ class Backlog:
             assert line.arrivals == sorted((entry.enqueued_at, number, entry) for _, _, number, entry in line.items)
         return [item[3] for line in self._lines.values() for item in line.items]
 
-    def walk(self, pins: Container[Pin], cutoff: float, now: float) -> Iterator[Entry]:
-        """Its entries with one of the pins, in service order.
+    def walk(self, lanes: Container[Lane], cutoff: float, now: float) -> Iterator[Entry]:
+        """Its entries in one of the lanes, in service order.
 
         Those queued at `cutoff` or before are overdue and go first, oldest first; the others by priority and key.
         """
         lines: list[_Line] = []
         overdue: list[Iterator[Arrival]] = []
-        for pin, line in self._lines.items():
-            if pin in pins:
+        for lane, line in self._lines.items():
+            if lane in lanes:
                 lines.append(line)
                 if line.arrivals[0][0] <= cutoff:
                     overdue.append(line.overdue(cutoff))

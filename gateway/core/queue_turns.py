@@ -16,8 +16,8 @@ from bisect import bisect_left, insort
 from collections.abc import Container, Iterator
 from heapq import heappop, heappush
 
-from gateway.core.entry import Entry
-from gateway.core.queue_lane import Backlog, Pin
+from gateway.core.entry import Entry, Lane
+from gateway.core.queue_lane import Backlog
 from gateway.core.tenants import Account
 
 Turn = tuple[int, int, Backlog]
@@ -71,8 +71,8 @@ class Turns:
             self.leave(backlog)
             self._put(backlog, account.tag)
 
-    def walk(self, pins: Container[Pin], cutoff: float, now: float) -> Iterator[Entry]:
-        """The entries with one of the pins as they are served if each that is yielded were charged. Nothing is changed.
+    def walk(self, lanes: Container[Lane], cutoff: float, now: float) -> Iterator[Entry]:
+        """The entries in one of the lanes as they are served if each that is yielded were charged. Nothing is changed.
 
         What was queued at `cutoff` or before is overdue: it goes first within its tenant.
         """
@@ -84,7 +84,7 @@ class Turns:
             if position < len(line) and (not served or line[position][0] <= served[0][0]):
                 tag, _, backlog = line[position]
                 position += 1
-                account, entries = backlog.account, backlog.walk(pins, cutoff, now)
+                account, entries = backlog.account, backlog.walk(lanes, cutoff, now)
             else:
                 tag, _, account, entries = heappop(served)
             if position == len(line) and not served:

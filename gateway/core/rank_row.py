@@ -26,7 +26,7 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     rank: Amount
-    state: Literal["ABSENT", "READY", "DRAINING", "LOST"] = "READY"
+    state: Literal["ABSENT", "JOINING", "READY", "SUSPECT", "DRAINING", "EJECTED", "LOST"] = "READY"
     incarnation: int | None = None
     in_flight: Amount | None = None
     in_flight_prefill: Amount | None = None

@@ -1,7 +1,7 @@
 """Rank state as parallel columns, and the lifecycle table.
 
-One row per configured rank, addressed by its global number; the set of ranks is fixed by the
-configuration. Columns are plain lists so that a compiled cost formula runs over them in one
+One row per configured rank, addressed by its global number; a reload may add and remove rows at
+the end (`gateway.core.reconfigure`). Columns are plain lists so that a compiled cost formula runs over them in one
 comprehension. Only `Router` and the parts it owns (ledger, load) write here.
 """
 
@@ -26,20 +26,55 @@ class RankState(StrEnum):
     """Lifecycle of a rank as the gateway sees it."""
 
     ABSENT = "ABSENT"
+    JOINING = "JOINING"
     READY = "READY"
+    SUSPECT = "SUSPECT"
     DRAINING = "DRAINING"
+    EJECTED = "EJECTED"
     LOST = "LOST"
+
+    # Enum's own hash is a Python function.
+    __hash__ = str.__hash__
 
 
 _READY = RankState.READY
 TRANSITIONS: dict[RankState, dict[str, RankState]] = {
-    RankState.ABSENT: {"joined": RankState.READY},
-    RankState.READY: {"drained": RankState.DRAINING, "lost": RankState.LOST},
-    # A rank that is restarted while it drains comes back READY: the restart was what it was drained for.
-    RankState.DRAINING: {"undrained": RankState.READY, "lost": RankState.LOST},
-    RankState.LOST: {"joined": RankState.READY},
+    # "held": an operator drains it, and it is the process that it was.
+    RankState.ABSENT: {"joined": RankState.READY, "held": RankState.DRAINING},
+    RankState.JOINING: {
+        "settled": RankState.READY,
+        "joined": RankState.READY,
+        "held": RankState.DRAINING,
+        "lost": RankState.LOST,
+        "removed": RankState.ABSENT,
+    },
+    RankState.READY: {
+        "silent": RankState.SUSPECT,
+        "drained": RankState.DRAINING,
+        "ejected": RankState.EJECTED,
+        "lost": RankState.LOST,
+    },
+    RankState.SUSPECT: {"heard": RankState.READY, "drained": RankState.DRAINING, "lost": RankState.LOST},
+    # A rank that is restarted while it drains comes back READY: the restart was what it was drained for. A connection that
+    # was lost and is back is no restart.
+    RankState.DRAINING: {"undrained": RankState.READY, "lost": RankState.LOST, "removed": RankState.ABSENT},
+    RankState.EJECTED: {
+        "returned": RankState.READY,
+        "undrained": RankState.READY,
+        "drained": RankState.DRAINING,
+        "lost": RankState.LOST,
+    },
+    # "heard": it was lost for its silence, and its sockets were kept.
+    RankState.LOST: {
+        "joined": RankState.READY,
+        "held": RankState.DRAINING,
+        "heard": RankState.JOINING,
+        "removed": RankState.ABSENT,
+    },
 }
 """All lifecycle transitions: state -> event -> next state. Anything else is a no-op for that rank."""
+SERVING = frozenset({RankState.READY, RankState.SUSPECT, RankState.DRAINING, RankState.EJECTED})
+"""The states in which a rank may have charges; only READY ranks get new ones."""
 
 
 class RankTable:
@@ -53,15 +88,20 @@ class RankTable:
         self.has_budgets = any(budget != GroupBudget() for budget in self.budgets)
         self.is_sole_gateway = config.gateways == 1
         self.times_prefill = config.predictor is not None
-        self._max_in_flight_setting = config.admission.max_in_flight_per_rank
-        self._max_kv_usage = config.filters.max_kv_usage
+        self.max_in_flight_setting = config.admission.max_in_flight_per_rank
+        self.max_kv_usage = config.filters.max_kv_usage
 
         self.state: list[RankState] = [RankState.ABSENT] * size
+        # Since when it is not READY; None while it is.
+        self.away_since: list[float | None] = [0.0] * size
         self.incarnation = [0] * size
         self.info: list[RankInfo | None] = [None] * size
-        self.max_in_flight = [self._max_in_flight_setting or DEFAULT_MAX_IN_FLIGHT] * size
+        self.max_in_flight = [self.max_in_flight_setting or DEFAULT_MAX_IN_FLIGHT] * size
         self.max_model_len = [0] * size
         self.is_blocked = [False] * size
+        # Seconds without a message while work was in flight; failures since the last success.
+        self.silent_s = [0.0] * size
+        self.failures = [0] * size
 
         self._start_idle(size, len(config.groups))
 
@@ -151,7 +191,7 @@ class RankTable:
         if is_open is not self.is_open[rank]:
             self.is_open[rank] = is_open
             self.open_count += 1 if is_open else -1
-        limit = self._max_kv_usage
+        limit = self.max_kv_usage
         is_over = limit is not None and in_flight > 0 and usage > limit
         if is_over is not self.is_over_kv[rank]:
             self.is_over_kv[rank] = is_over
@@ -177,12 +217,8 @@ class RankTable:
             capacity = info.num_gpu_blocks * info.block_size
         self.kv_capacity_tokens[rank] = float(capacity) if capacity else inf
         self.free_kv_tokens[rank] = self.kv_capacity_tokens[rank]
-        self.raise_kv_floor()
-        self.min_model_len = min(self.max_model_len)
-        self.has_kv_limit = any(value is not inf for value in self.kv_capacity_tokens)
-        if self._max_in_flight_setting is None:
-            slots = info.max_num_seqs
-            self.max_in_flight[rank] = SLOTS_FACTOR * slots if slots else DEFAULT_MAX_IN_FLIGHT
+        self.summarise()
+        self.limit_in_flight(rank)
         self.is_blocked[rank] = False
         self.count_in_group(
             rank, -self.in_flight[rank], -self.prompt_tokens_in_flight[rank], -self.kv_reserved_tokens[rank]
@@ -203,6 +239,13 @@ class RankTable:
             column[rank] = 0
         self.set_head(rank, None, 0)
         self.forget_snapshot(rank)
+
+    def limit_in_flight(self, rank: int) -> None:
+        """Set the bound that the settings or the rank itself name."""
+        info = self.info[rank]
+        slots = info.max_num_seqs if info is not None else None
+        own = SLOTS_FACTOR * slots if slots else DEFAULT_MAX_IN_FLIGHT
+        self.max_in_flight[rank] = self.max_in_flight_setting or own
 
     def set_head(self, rank: int, since: float | None, prefill_us: int) -> None:
         """Another attempt (or none) is now the rank's oldest without a first token."""
@@ -255,6 +298,7 @@ class RankTable:
         info = RankInfo(max_model_len=row.max_model_len or max_model_len, kv_capacity_tokens=row.kv_capacity_tokens)
         self.join(rank, row.incarnation or 1, info)
         self.state[rank] = RankState(row.state)
+        self.away_since[rank] = None if self.state[rank] is _READY else now
         if row.max_in_flight is not None:
             self.max_in_flight[rank] = row.max_in_flight
         restore_own_work(self, row, now)
@@ -266,6 +310,12 @@ class RankTable:
         """Make the floor exact again and return it."""
         self.kv_floor_tokens = min(self.free_kv_tokens)
         return self.kv_floor_tokens
+
+    def summarise(self) -> None:
+        """Recompute what is derived from whole columns."""
+        self.raise_kv_floor()
+        self.min_model_len = min(self.max_model_len)
+        self.has_kv_limit = any(value is not inf for value in self.kv_capacity_tokens)
 
     def forget_snapshot(self, rank: int) -> None:
         """Back to "never reported"."""

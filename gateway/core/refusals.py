@@ -1,20 +1,22 @@
 """The errors that the router itself ends or refuses requests with, in one place for their wording."""
 
 from gateway.core.decisions import Decision
+from gateway.core.eligibility import GROUP_BUDGET
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
-from gateway.core.request import Attempt
+from gateway.core.request import Attempt, Sequence
 
 # Another rank can take it at once; the short wait only spreads a lost rank's callers.
 _RETRY_ELSEWHERE_S = 0.1
 _RETRY_REFUSED_S = 1.0
+_RETRY = "; retry"
 
 _ENDINGS = {
     Reason.CANCELLED: "the caller cancelled the request",
     Reason.ABORTED: "the request was aborted by an Abort call",
     Reason.DEADLINE_EXCEEDED: "the deadline passed before the request ended",
     Reason.MAX_AGE_EXCEEDED: "the request reached limits.max_request_age_s",
-    Reason.SLOW_READER: "the reader fell behind the per-stream buffer limit; read faster or raise it",
+    Reason.SLOW_READER: "the reader stood still, or fell behind the per-stream buffer limit; read faster or raise the limit",
     Reason.DRAINING: "the gateway is shutting down; retry on another one",
     Reason.INTERNAL: "the gateway failed while it handled the request; its log has the details",
 }
@@ -31,28 +33,49 @@ def no_rank(decision: Decision, arrived: RequestArrived, retry_after_s: float) -
     facts: dict[str, object] = {"decision_id": decision.id}
     if arrived.pinned_rank is not None:
         facts["rank"] = arrived.pinned_rank
+    is_over_budget = GROUP_BUDGET in (decision.codes or b"")
     message = {
         Reason.PROMPT_TOO_LONG: "the prompt exceeds what any rank can hold",
-        Reason.KV_TOO_SMALL: "the prompt exceeds the KV capacity of every rank",
+        Reason.KV_TOO_SMALL: f"the prompt and max_tokens, {_kv_tokens(decision)} together, exceed the KV tokens that any"
+        " group of ranks may use; ask for fewer tokens"
+        if is_over_budget
+        else "the prompt exceeds the KV capacity of every rank",
         Reason.KV_FULL: "no rank has enough free KV tokens for the prompt; retry later",
         Reason.RANKS_FULL: "every rank that could take the request is at its limit or not taking more; retry later",
         Reason.PINNED_RANK_UNAVAILABLE: f"rank {arrived.pinned_rank} is not READY; retry later or drop the pin",
-    }.get(reason, "no rank is READY; retry later")
+    }.get(reason, "no rank that could take the request is READY; retry later")
     is_transient = reason not in (Reason.PROMPT_TOO_LONG, Reason.KV_TOO_SMALL)
     error = GatewayError(reason, message, retryable=is_transient, retry_after_s=retry_after_s if is_transient else None)
     error.facts.update(facts)
     return error
 
 
+def too_many_sequences(decision: Decision, arrived: RequestArrived, most: int) -> GatewayError:
+    """Mode direct: a request whose sequences go to ranks together has more of them than all ranks could take."""
+    return GatewayError(
+        decision.refusal or Reason.RANKS_FULL,
+        f"n is {arrived.n}, and even with nothing else in flight the ranks that could take such a request take {most}:"
+        " ask for fewer sequences or tokens",
+        n=arrived.n,
+        limit=most,
+        decision_id=decision.id,
+    )
+
+
 def no_rank_for_long(wait_s: float, retry_after_s: float) -> GatewayError:
     """The request waited for any rank to be READY."""
     return GatewayError(
         Reason.NO_ELIGIBLE_RANK,
-        f"no rank was READY for {wait_s:g} s; retry later",
+        f"no rank that could take the request was READY for {wait_s:g} s; retry later",
         retryable=True,
         retry_after_s=retry_after_s,
         waited_s=wait_s,
     )
+
+
+def _kv_tokens(decision: Decision) -> int:
+    _, prompt_tokens, _, _, max_tokens, *_ = decision.request
+    return int(prompt_tokens + max_tokens)
 
 
 def queue_timeout(waited_s: float, retry_after_s: float) -> GatewayError:
@@ -70,18 +93,7 @@ def rank_lost(rank: int, cause: str) -> GatewayError:
     """The rank that served the request is gone."""
     return GatewayError(
         Reason.RANK_LOST,
-        f"rank {rank} was lost ({cause}); retry",
-        retryable=True,
-        retry_after_s=_RETRY_ELSEWHERE_S,
-        rank=rank,
-    )
-
-
-def rank_drained(rank: int) -> GatewayError:
-    """The rank was drained, and no other rank took over."""
-    return GatewayError(
-        Reason.RANK_LOST,
-        f"rank {rank} is being drained and no other rank could go on; retry",
+        f"rank {rank} was lost ({cause}){_RETRY}",
         retryable=True,
         retry_after_s=_RETRY_ELSEWHERE_S,
         rank=rank,
@@ -92,11 +104,31 @@ def send_failed(rank: int, cause: str) -> GatewayError:
     """The rank never got the request."""
     return GatewayError(
         Reason.SEND_FAILED,
-        f"rank {rank} did not take the request ({cause}); retry",
+        f"rank {rank} did not take the request ({cause}){_RETRY}",
         retryable=True,
         retry_after_s=_RETRY_ELSEWHERE_S,
         rank=rank,
     )
+
+
+def with_progress(error: GatewayError, sequence: Sequence) -> GatewayError:
+    """The same loss, with how far the sequence had come."""
+    error.facts["delivered_tokens"] = sequence.completion_tokens
+    error.facts["attempts"] = sequence.attempts
+    return error
+
+
+def nobody_else(loss: GatewayError, why: GatewayError, sequence: Sequence) -> GatewayError:
+    """A queued sequence that had lost its rank found no other one: the loss is what ended it, `why` only says for how long."""
+    text = loss.message.removesuffix(_RETRY)
+    error = GatewayError(
+        loss.reason,
+        f"{text}, and no other rank could go on: {why.message}",
+        retryable=loss.retryable,
+        retry_after_s=why.retry_after_s or loss.retry_after_s,
+        **(why.facts | loss.facts),
+    )
+    return with_progress(error, sequence)
 
 
 def refused_by_engine(attempt: Attempt, finish: str) -> GatewayError:

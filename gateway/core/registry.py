@@ -16,13 +16,17 @@ class Registry:
     """The live requests. An id is taken from acceptance to the end, and `id_reuse_after_s` beyond it."""
 
     def __init__(self, config: Config) -> None:
-        self._max_age_s = config.limits.max_request_age_s
-        self._reuse_after_s = config.admission.id_reuse_after_s
+        self.configure(config)
         self._requests: dict[int, Request] = {}
         self._by_client: dict[tuple[str, str], Request] = {}
         self._tombstones: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._deadlines = Deadlines()
         self._next_handle = 1
+
+    def configure(self, config: Config) -> None:
+        """Go by these limits."""
+        self._max_age_s = config.limits.max_request_age_s
+        self._reuse_after_s = config.admission.id_reuse_after_s
 
     def __len__(self) -> int:
         return len(self._requests)

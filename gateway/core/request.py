@@ -102,26 +102,37 @@ class Attempt:
 
 
 class Record:
-    """Everything that a sequence generated, up to `limit_bytes`: for the response cache, and for another rank.
+    """Everything that a sequence generated: for another rank, and as an answer for the response cache.
 
-    Log probabilities are kept only where the answer may be cached.
+    Another rank needs the tokens, of which up to `token_bytes` are kept. An answer has log probabilities as well: up to
+    `cache_bytes` of both. Beyond that it is none any more (`is_answer`), and they are dropped; the tokens stay.
     """
 
-    __slots__ = ("keeps_logprobs", "limit_bytes", "logprobs", "token_ids")
+    __slots__ = ("_answer_bytes", "cache_bytes", "is_answer", "logprobs", "token_bytes", "token_ids")
 
-    def __init__(self, limit_bytes: int, *, keeps_logprobs: bool = True) -> None:
-        self.limit_bytes = limit_bytes
-        self.keeps_logprobs = keeps_logprobs
+    def __init__(self, *, cache_bytes: int, token_bytes: int = 0) -> None:
+        self.cache_bytes = cache_bytes
+        self.token_bytes = token_bytes
+        self.is_answer = cache_bytes > 0
         self.token_ids = array("I")
         self.logprobs: list[TokenLogprob] = []
+        self._answer_bytes = 0
 
     def extend(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None) -> bool:
         """Keep more output. False when it got too large to be worth keeping."""
         self.token_ids.extend(token_ids)
-        if logprobs is not None and self.keeps_logprobs:
+        if self.is_answer:
+            self._extend_answer(len(token_ids), logprobs)
+        return self.is_answer or BYTES_PER_TOKEN * len(self.token_ids) <= self.token_bytes
+
+    def _extend_answer(self, tokens: int, logprobs: Seq[TokenLogprob] | None) -> None:
+        self._answer_bytes += BYTES_PER_TOKEN * tokens
+        if logprobs is not None:
             self.logprobs.extend(logprobs)
-            self.limit_bytes -= logprob_bytes(logprobs)
-        return BYTES_PER_TOKEN * len(self.token_ids) <= self.limit_bytes
+            self._answer_bytes += logprob_bytes(logprobs)
+        if self._answer_bytes > self.cache_bytes:
+            self.is_answer = False
+            self.logprobs.clear()
 
 
 def logprob_bytes(logprobs: Seq[TokenLogprob]) -> int:
@@ -134,7 +145,8 @@ class Sequence:
 
     `entry` is set while it waits in the queue. `held_bytes` of the outbox waited for their turn, not for the reader.
     `record` keeps all tokens of a sequence whose answer may be cached or that another rank may have to go on with.
-    `queue_number` is its place among equals in the queue, once it had one.
+    `unsent` of its `attempts` never left the gateway.
+    `queue_number` is its place among equals in the queue, once it had one. `sent_at` is when its first rank was picked.
     """
 
     __slots__ = (
@@ -153,6 +165,8 @@ class Sequence:
         "queue_number",
         "record",
         "request",
+        "sent_at",
+        "unsent",
     )
 
     def __init__(self, request: "Request", index: int) -> None:
@@ -160,6 +174,7 @@ class Sequence:
         self.index = index
         self.attempt: Attempt | None = None
         self.attempts = 0
+        self.unsent = 0
         self.finish: FinishReason = ""
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -168,6 +183,7 @@ class Sequence:
         self.entry: Entry | None = None
         self.record: Record | None = None
         self.queue_number: int | None = None
+        self.sent_at: float | None = None
         self._pending: list[int] = []
         self._packed: array[int] | None = None
         self._logprobs: list[TokenLogprob] | None = None
@@ -235,6 +251,7 @@ class Request:
         "place",
         "prefill_us",
         "sequences",
+        "settled_at",
         "sink",
         "unfinished",
     )
@@ -245,6 +262,7 @@ class Request:
         self.sink: Any = arrived.sink
         self.accepted_at = now
         self.first_token_at: float | None = None
+        self.settled_at: float | None = None
         self.ended_at: float | None = None
         self.phase = _ACCEPTED
         self.error: GatewayError | None = None

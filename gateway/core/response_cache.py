@@ -21,6 +21,7 @@ ENTRY_BYTES = 344
 SEQUENCE_BYTES = 176
 LOGPROB_BYTES = 128
 ALTERNATIVE_BYTES = 128
+SMALLEST_BYTES = ENTRY_BYTES + SEQUENCE_BYTES
 
 
 # Stored answers live long and hold no cycles: the garbage collector need not walk through them.
@@ -47,7 +48,7 @@ class _Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 class ResponseCache:
-    """The answers in order of their last use.
+    """The answers in order of their last use, which is when one was given.
 
     Bounded by bytes, and so in number, as no answer is free. The counters only grow; an expired answer counts as a
     miss as well, `inserts` are answers stored and `evictions` those that went to make room.
@@ -73,7 +74,7 @@ class ResponseCache:
         return len(self._stored)
 
     def get(self, key: bytes, now: float) -> CachedAnswer | None:
-        """The answer for the key, which is then the last to go. None, and forgotten, if it is `ttl_s` old."""
+        """The answer for the key; say `used` if it is given to anybody. None, and forgotten, if it is `ttl_s` old."""
         entry = self._stored.get(key)
         if entry is not None and self._ttl_s is not None and now - entry.stored_at >= self._ttl_s:
             self._forget(key)
@@ -82,9 +83,12 @@ class ResponseCache:
         if entry is None:
             self.misses += 1
             return None
+        return entry.answer
+
+    def used(self, key: bytes) -> None:
+        """The answer that `get` just found was given to somebody: it is the last to go now."""
         self._stored.move_to_end(key)
         self.hits += 1
-        return entry.answer
 
     def put(self, key: bytes, answer: CachedAnswer, now: float) -> bool:
         """Store an answer in place of what the key had. False if it is too large; what the key had then stays."""
@@ -158,7 +162,7 @@ def build(request: Request) -> CachedAnswer | None:
 def _is_complete(sequence: Sequence) -> bool:
     """Ended by the model itself or by the token limit, with all that was generated on record."""
     record = sequence.record
-    if record is None or sequence.finish not in ("stop", "length"):
+    if record is None or not record.is_answer or sequence.finish not in ("stop", "length"):
         return False
     tokens = sequence.completion_tokens
     has_logprobs = sequence.request.arrived.sampling.logprobs is not None

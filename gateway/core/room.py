@@ -22,13 +22,13 @@ class Room:
         self._gate = gate
         self._rank = rank
         self._members = 1
-        self._kv_tokens = head.prompt_tokens + _max_tokens(head)
+        self._kv_tokens = head.prompt_tokens + head.max_tokens
 
     def takes(self, entry: Entry, tokens: int) -> bool:
         """Whether `entry` can go behind members with `tokens` prompt tokens together. If so, it counts as a member."""
         table, gate, rank = self._table, self._gate, self._rank
         prompt = entry.prompt_tokens
-        kv_tokens = prompt + _max_tokens(entry)
+        kv_tokens = prompt + entry.max_tokens
         takes = (
             table.in_flight[rank] + self._members < gate.slots(rank)
             and prompt < table.max_model_len[rank]
@@ -50,19 +50,3 @@ class Room:
             and (prompts is None or table.group_prompt_tokens[group] + prompt_tokens <= prompts)
             and (kv is None or table.group_kv_tokens[group] + kv_tokens <= kv)
         )
-
-
-def could_ever(table: RankTable, rank: int, entry: Entry) -> bool:
-    """Whether the rank could take the entry if nothing else were in flight."""
-    prompt, budget = entry.prompt_tokens, table.budgets[table.group_of[rank]]
-    prompts, kv = budget.max_prompt_tokens, budget.max_kv_tokens
-    return (
-        prompt < table.max_model_len[rank]
-        and prompt < table.kv_capacity_tokens[rank]
-        and (prompts is None or prompt <= prompts)
-        and (kv is None or prompt + _max_tokens(entry) <= kv)
-    )
-
-
-def _max_tokens(entry: Entry) -> int:
-    return entry.sequence.request.arrived.sampling.max_tokens

@@ -37,26 +37,35 @@ from gateway.core.events import (
     BatchReceived,
     DrainStarted,
     Event,
+    LoadReported,
     RankDrained,
+    RankHeard,
     RankJoined,
     RankLost,
+    RankRenewed,
     RankUndrained,
+    Reconfigured,
     RequestArrived,
     RequestCancelled,
     SendBlocked,
     SendFailed,
     SendUnblocked,
     Tick,
+    WaveReported,
 )
 from gateway.core.fleet import Fleet
+from gateway.core.health import Health
 from gateway.core.lifecycle import Evidence, Phase
 from gateway.core.load import LoadBook
+from gateway.core.moves import Moves
 from gateway.core.ordering import Ordering
 from gateway.core.parts import Parts
+from gateway.core.patience import Patience
 from gateway.core.policy import Policy
 from gateway.core.predictor import Predictor
 from gateway.core.pump import Pump
-from gateway.core.ranks import RankState, RankTable
+from gateway.core.ranks import SERVING, RankState, RankTable
+from gateway.core.reconfigure import Configurable, Reconfiguration
 from gateway.core.recovery import Recovery
 from gateway.core.refusals import (
     ended_by,
@@ -68,6 +77,7 @@ from gateway.core.response_cache import ResponseCache
 from gateway.core.strays import Strays
 from gateway.core.tenants import Account
 from gateway.core.views import RankView, rank_view
+from gateway.core.waves import Waves
 
 _READY, _ENGINE = RankState.READY, Evidence.ENGINE
 
@@ -76,7 +86,6 @@ class Router:
     """Owns all state of the gateway. `rng` gives uniform floats in [0, 1); `nonce` is 16 hex digits."""
 
     def __init__(self, config: Config, *, nonce: str, rng: Callable[[], float]) -> None:
-        self._config = config
         self.ranks = RankTable(config)
         self.counters = Counters(self.ranks.size)
         self.predictor = Predictor(config.predictor)
@@ -113,8 +122,9 @@ class Router:
         )
         self._arrivals = Arrivals(config, parts)
         self._acceptance = Acceptance(config, parts, self._arrivals)
-        self._endings = Endings(parts, self._acceptance)
-        self._pump = Pump(config, parts, self._dispatcher, self._endings) if self._dispatcher is not None else None
+        patience = Patience(parts, self._dispatcher) if self._dispatcher is not None else None
+        self._endings = Endings(parts, self._acceptance, patience)
+        self._pump = Pump(parts, patience, self._endings) if patience is not None else None
         recovery = Recovery(config, parts, self._endings)
         self._strays = Strays(nonce, config.load.abort_settle_s)
         self._intake = BatchIntake(
@@ -126,8 +136,15 @@ class Router:
             config.limits.max_stream_buffer_bytes,
             self._attempts.started,
         )
-        self._fleet = Fleet(config, parts, self._endings, recovery, self._strays)
+        self._moves = Moves(self.ranks)
+        self._health = Health(config, nonce, self.ranks, self._moves, self.counters)
+        self._fleet = Fleet(config, parts, self._endings, recovery, self._strays, self._moves, self._health)
         self._audit = Audit(self.ranks, self._attempts.ledger, self.counters)
+        self._waves = Waves(config, self.ranks, self.counters)
+        others: list[Configurable] = [self._registry, self._arrivals, self._acceptance, recovery, self._strays]
+        others += [self._intake, self._audit, self._health, self._waves]
+        others += [self._dispatcher] if self._dispatcher is not None else []
+        self._reconfiguration = Reconfiguration(config, parts, self._fleet, others)
 
     # ---- reading -----------------------------------------------------------------------------
 
@@ -171,6 +188,11 @@ class Router:
         """What the edge has to send, in order."""
         return self._answers.dirty
 
+    @property
+    def layout(self) -> Config:
+        """The configuration in force, with the ranks that it leaves out and that have not gone yet."""
+        return self._reconfiguration.layout
+
     def accounts(self) -> list[Account]:
         """The accounts of the tenants that the configuration names."""
         return self._admission.tenants.named
@@ -184,10 +206,10 @@ class Router:
         """What keeps the gateway from being ready, or None: `min_ready` READY ranks in every group, no drain."""
         if self.is_draining:
             return "the gateway is draining"
-        ready = [0] * len(self._config.groups)
+        ready = [0] * len(self.layout.groups)
         for state, number in zip(self.ranks.state, self.ranks.group_of, strict=True):
             ready[number] += state is RankState.READY
-        for have, group in zip(ready, self._config.groups, strict=True):
+        for have, group in zip(ready, self.layout.groups, strict=True):
             if have < group.min_ready:
                 return f"group {group.name}: {have} of {group.ranks} ranks are READY, {group.min_ready} needed"
         return None
@@ -227,6 +249,7 @@ class Router:
         self.ranks.check()
         self._registry.check()
         self._answers.check()
+        self._reconfiguration.check()
         self._admission.check_sums(requests)
         self._attempts.check([attempt for attempt in attempts if not attempt.released])
         if self._dispatcher is not None:
@@ -234,7 +257,7 @@ class Router:
         assert all(request.is_settled or request.unfinished > 0 for request in requests)
         assert self.counters.accepted == sum(self.counters.ended.values()) + len(requests)
         for rank in range(self.ranks.size):
-            if self.ranks.state[rank] not in (RankState.READY, RankState.DRAINING):
+            if self.ranks.state[rank] not in SERVING:
                 assert self.ranks.in_flight[rank] == 0
 
     # ---- the one mutator ---------------------------------------------------------------------
@@ -251,16 +274,22 @@ class Router:
                 self._on_cancelled(event, now, effects)
             case Tick():
                 self._on_tick(now, effects)
-            case RankJoined() | RankLost() | RankDrained() | RankUndrained():
+            case LoadReported() | WaveReported():
+                self._on_report(event, now, effects)
+            case RankJoined() | RankLost() | RankHeard() | RankRenewed() | RankDrained() | RankUndrained():
                 self._fleet.handle(event, now, effects)
             case SendFailed() | SendBlocked() | SendUnblocked():
                 self._fleet.handle(event, now, effects)
             case DrainStarted() | AbortAll():
                 self._on_drain(event, now, effects)
+            case Reconfigured(config):
+                self._reconfiguration.apply(config, self._registry, now, effects)
             case _:
                 assert_never(event)
         if self._pump is not None:
             self._pump.run(now, effects)
+        if not self._waves.is_empty:
+            self._waves.follow(event, effects)
         return effects
 
     def flush_cache(self) -> tuple[int, int]:
@@ -277,6 +306,7 @@ class Router:
         except GatewayError as error:
             refused = self.counters.refused
             refused[error.reason] = refused.get(error.reason, 0) + 1
+            self._admission.note_refusal(error, arrived.n)
             # Its traceback holds the frames, and these the effects: a cycle for every refusal of an overload.
             effects.append(RequestRefused(error.with_traceback(None)))
             return
@@ -285,7 +315,8 @@ class Router:
             request.first_token_at = now
             self._endings.settle(request, None, Evidence.GATEWAY, now, effects)
         elif plan.is_shared:
-            return
+            if self._pump is not None:
+                self._pump.watch(request)
         elif self._dispatcher is None:
             self._attempts.dispatch_all(request, effects)
         else:
@@ -311,10 +342,12 @@ class Router:
         self._load.expire(now)
         for request, reason in self._registry.expire(now):
             self._endings.expire(request, reason, now, effects)
+        self._fleet.step(now, effects)
         if self._pump is not None:
-            self._pump.expire(now, self._fleet.no_rank_since, effects)
+            self._pump.expire(now, effects)
             self.counters.queue_delays = self._pump.queue_delays
         self.counters.tenants_overflowed = self._admission.tenants.overflowed
+        self._reconfiguration.step(now, effects)
         effects.extend(self._audit.step(now))
 
     # ---- ranks -------------------------------------------------------------------------------
@@ -323,18 +356,30 @@ class Router:
         rank = event.rank
         if not self._fleet.is_current(rank, event.incarnation):
             return
+        self._health.heard(rank, event.batch.ids, now, effects)
         result = self._intake.apply(rank, event.batch, now, self._answers.touched)
         if not self._answers.is_plain:
             self._answers.let_out()
         for attempt, finish in result.finished:
             self._finish(attempt, finish, now, effects)
         for attempt, error in result.failed:
+            if error.reason is Reason.ENGINE_ERROR:
+                self._health.failed(rank, "engine error", now, effects, attempt.sequence.request.handle)
             if not attempt.sequence.request.is_settled:
                 self._endings.settle(attempt.sequence.request, error, Evidence.GATEWAY, now, effects)
         if result.stray_ids:
             self._load.aborted(rank, now)
             self.counters.reaborts += len(result.stray_ids)
             effects.append(AbortOnRank(rank, event.incarnation, result.stray_ids))
+
+    def _on_report(self, event: LoadReported | WaveReported, now: float, effects: list[Effect]) -> None:
+        if not self._fleet.is_current(event.rank, event.incarnation):
+            return
+        self._health.heard(event.rank, (), now, effects)
+        if isinstance(event, LoadReported):
+            self._load.report(event.rank, event.load, now)
+        else:
+            self._waves.reported(event, effects)
 
     def _finish(self, attempt: Attempt, finish: str, now: float, effects: list[Effect]) -> None:
         """The engine ended an attempt: stop and length are success, anything else is not."""
@@ -343,13 +388,11 @@ class Router:
         if attempt.released:
             return
         self._attempts.release(attempt, _ENGINE, now)
+        if finish == "error":
+            self._health.failed(attempt.rank, "engine error", now, effects, request.handle)
         if finish not in ("stop", "length"):
             self._endings.settle(request, refused_by_engine(attempt, finish), Evidence.GATEWAY, now, effects)
             return
+        self._health.succeeded(attempt.rank)
         self.ranks.observe_finished(attempt.rank, attempt.tokens_out)
-        sequence.finish = "stop" if finish == "stop" else "length"
-        if request.unfinished == 1:
-            self._endings.settle(request, None, _ENGINE, now, effects)
-            return
-        request.unfinished -= 1
-        self._admission.give_back(request, 1, now)
+        self._endings.finished(sequence, "stop" if finish == "stop" else "length", _ENGINE, now, effects)

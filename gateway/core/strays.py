@@ -6,8 +6,15 @@ if need be, but never more often than once per `interval_s` and id, and from a b
 
 from collections import OrderedDict
 
+from gateway.config.schema import Config
+
 MAX_REMEMBERED = 4096
 INTERVAL_S = 1.0
+
+
+def probe_prefix(nonce: str) -> str:
+    """How the ids of the gateway's own probes begin (`gateway.core.probes`)."""
+    return f"{nonce}-probe-"
 
 
 class Strays:
@@ -15,12 +22,21 @@ class Strays:
 
     def __init__(self, nonce: str, settle_s: float) -> None:
         self._prefix = f"{nonce}-"
+        self._probe_prefix = probe_prefix(nonce)
         self._settle_s = settle_s
         self._next_abort_at: OrderedDict[tuple[int, str], float] = OrderedDict()
+
+    def configure(self, config: Config) -> None:
+        """Go by other settings."""
+        self._settle_s = config.load.abort_settle_s
 
     def is_ours(self, wire_id: str) -> bool:
         """Whether this gateway process made the id."""
         return wire_id.startswith(self._prefix)
+
+    def is_probe(self, wire_id: str) -> bool:
+        """Whether it is an answer to a probe, which nobody waits for."""
+        return wire_id.startswith(self._probe_prefix)
 
     def seen(self, rank: int, wire_id: str, now: float, *, is_final: bool) -> bool:
         """Note a row. True when the rank should be told to abort the id now.

@@ -49,9 +49,7 @@ class Account:
 
     def __init__(self, name: str, settings: Tenant) -> None:
         self.name = name
-        self.settings = settings
-        self.weight = settings.weight
-        self.weight_units = max(1, int(min(settings.weight, _MAX_WEIGHT) * WEIGHT_UNITS))
+        self.use(settings)
         self.in_flight = 0
         self.prompt_tokens = 0
         self.kv_tokens = 0
@@ -59,6 +57,12 @@ class Account:
         self.tag = 0
         self.last_seen_at = -inf
         self.is_active = False
+
+    def use(self, settings: Tenant) -> None:
+        """Go by these settings; what is charged stays."""
+        self.settings = settings
+        self.weight = settings.weight
+        self.weight_units = max(1, int(min(settings.weight, _MAX_WEIGHT) * WEIGHT_UNITS))
 
     @property
     def is_busy(self) -> bool:
@@ -83,6 +87,24 @@ class Tenants:
         self._number = 0
         self.overflowed = 0
         """Calls that got the shared account."""
+
+    def configure(self, settings: Settings) -> None:
+        """Go by other settings. Every account goes on with what is charged to it.
+
+        A tenant that is named no more is one of those that show up; one that is named now keeps the account it has.
+        """
+        self._default, self._max_tracked, self._active_s = settings.default, settings.max_tracked, settings.active_s
+        wanted = {**settings.named}
+        wanted.setdefault("", settings.default)
+        known = {**self._tracked, **self._lasting}
+        self._lasting = {name: known.get(name) or Account(name, each) for name, each in wanted.items()}
+        # What lasted and isn't active would never be swept away.
+        self._tracked = {name: each for name, each in known.items() if name not in wanted and each.is_active}
+        for name, account in self._lasting.items():
+            account.use(wanted[name])
+        for account in (*self._tracked.values(), self._overflow):
+            account.use(settings.default)
+        self._active_units = sum(account.weight_units for _, _, account in self._due)
 
     def account(self, name: str, now: float) -> Account:
         """The tenant's account, from now on active. An unnamed tenant gets the shared one when there are too many."""

@@ -5,14 +5,14 @@ values that its own front end would have refused (a negative temperature, a toke
 vocabulary, an empty prompt, a duplicate id). Each rule here protects a rank; each has a test.
 """
 
-from gateway.config.schema import Limits, Model
+from gateway.config.limits import Limits
+from gateway.config.schema import Model
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
 from gateway.types import FAMILIES, Protocol, Sampling
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
-_MAX_TEMPERATURE = 100.0
 _MAX_PENALTY = 2.0
 _PENALTIES = f"[{-_MAX_PENALTY:g}, {_MAX_PENALTY:g}]"
 
@@ -20,6 +20,16 @@ _PENALTIES = f"[{-_MAX_PENALTY:g}, {_MAX_PENALTY:g}]"
 def invalid(field: str, message: str) -> GatewayError:
     """An INVALID_REQUEST error that names its field."""
     return GatewayError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field)
+
+
+def prompt_too_long(prompt_tokens: int, longest: int) -> GatewayError:
+    """A PROMPT_TOO_LONG error with both lengths."""
+    return GatewayError(
+        Reason.PROMPT_TOO_LONG,
+        f"the prompt has {prompt_tokens} tokens; at most {longest} leave room for one new token",
+        prompt_tokens=prompt_tokens,
+        limit_tokens=longest,
+    )
 
 
 class Validator:
@@ -80,13 +90,7 @@ class Validator:
             raise invalid("prompt_token_ids", "must not be empty")
         room = self._model.max_context_tokens - prompt_tokens
         if room < 1:
-            longest = self._model.max_context_tokens - 1
-            raise GatewayError(
-                Reason.PROMPT_TOO_LONG,
-                f"the prompt has {prompt_tokens} tokens; at most {longest} leave room for one new token",
-                prompt_tokens=prompt_tokens,
-                limit_tokens=longest,
-            )
+            raise prompt_too_long(prompt_tokens, self._model.max_context_tokens - 1)
         if sampling.max_tokens < 1:
             raise invalid("max_tokens", f"must be at least 1, got {sampling.max_tokens}")
         if sampling.max_tokens > room:
@@ -96,8 +100,9 @@ class Validator:
 
     def _check_numbers(self, sampling: Sampling) -> None:
         # NaN is in no range: it compares false with both ends.
-        if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
-            raise _out_of_range("temperature", sampling.temperature, f"[0, {_MAX_TEMPERATURE:g}]")
+        hottest = self._family.max_temperature
+        if not 0.0 <= sampling.temperature <= hottest:
+            raise _out_of_range("temperature", sampling.temperature, f"[0, {hottest:g}]")
         if not 0.0 < sampling.top_p <= 1.0:
             raise _out_of_range("top_p", sampling.top_p, "(0, 1]")
         if not 0.0 <= sampling.min_p <= 1.0:

@@ -43,7 +43,7 @@ def test_the_second_of_two_equal_requests_needs_no_rank(mode):
 
 def test_a_hit_is_replayed_as_it_was_generated():
     bench = caching()
-    sampling = Sampling(max_tokens=8, temperature=0.0, logprobs=1)
+    sampling = Sampling(max_tokens=2, temperature=0.0, logprobs=1)
     first = ask(bench, n=2, sampling=sampling)
     logprobs = [TokenLogprob(-0.5, ((7, -0.5),)), TokenLogprob(-1.0, ((8, -1.0),))]
     for index, finish in enumerate(("stop", "length")):
@@ -79,7 +79,7 @@ def test_what_may_get_another_answer_is_no_hit(changed):
 def test_an_answer_that_is_not_complete_is_not_kept(end):
     bench = caching(limits={"max_stream_buffer_bytes": 400})
     request = ask(bench, sampling=Sampling(max_tokens=400, temperature=0.0), deadline_at=bench.now + 5)
-    bench.batch(0, [(wire_id(request), [1, 2])])
+    bench.batch(0, [(wire_id(request), [1, 3])])
     if end == "cancelled":
         bench.cancel(request, Reason.CANCELLED)
     elif end == "deadline":

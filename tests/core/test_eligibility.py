@@ -185,9 +185,10 @@ def shrink_kv(table, rank):
     [
         ((lose, lose, lose), Reason.NO_ELIGIBLE_RANK),
         ((shrink, shrink, shrink), Reason.PROMPT_TOO_LONG),
-        ((shrink, lose, lose), Reason.PROMPT_TOO_LONG),
-        ((shrink_kv, shrink_kv, lose), Reason.KV_TOO_SMALL),
-        ((shrink_kv, shrink, lose), Reason.PROMPT_TOO_LONG),
+        ((shrink, shrink, shrink_kv), Reason.PROMPT_TOO_LONG),
+        ((shrink_kv, shrink_kv, shrink_kv), Reason.KV_TOO_SMALL),
+        ((shrink, lose, lose), Reason.NO_ELIGIBLE_RANK),
+        ((shrink_kv, shrink_kv, lose), Reason.NO_ELIGIBLE_RANK),
         ((shrink_kv, shrink_kv, fill), Reason.RANKS_FULL),
         ((shrink, fill, lose), Reason.RANKS_FULL),
         ((fill, fill, lose), Reason.RANKS_FULL),

@@ -105,12 +105,15 @@ def test_the_groups_are_told_apart():
     assert fleet.refusal() is Reason.RANKS_FULL
 
 
-@pytest.mark.parametrize("budget", [{"max_prompt_tokens": 50}, {"max_kv_tokens": 55}])
-def test_what_exceeds_a_budget_alone_never_fits(budget):
+@pytest.mark.parametrize(
+    ("budget", "refusal"),
+    [({"max_prompt_tokens": 50}, Reason.PROMPT_TOO_LONG), ({"max_kv_tokens": 55}, Reason.KV_TOO_SMALL)],
+)
+def test_what_exceeds_a_budget_alone_never_fits(budget, refusal):
     fleet = Fleet(budget, budget)
     assert fleet.reasons(prompt=50) == ["eligible"] * 4
     assert fleet.reasons(prompt=51) == ["group_budget"] * 4
-    assert fleet.refusal(prompt=51) is Reason.PROMPT_TOO_LONG, "waiting would not help"
+    assert fleet.refusal(prompt=51) is refusal, "waiting would not help"
 
 
 def test_a_group_without_a_budget_may_take_what_another_never_can():

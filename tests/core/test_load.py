@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.core.errors import Reason
-from gateway.core.events import SendFailed, Tick
+from gateway.core.events import LoadReported, SendFailed, Tick
 from tests.support.core import Bench, load, make_info, wire_id
 
 
@@ -257,3 +257,98 @@ def test_a_report_that_was_all_our_own_leaves_nothing_to_expire():
     bench.now += 99
     bench.send(Tick())
     assert bench.router.counters.foreign_expired == 0
+
+
+def report(bench: Bench, rank: int, *counts: float, incarnation: int | None = None, **more) -> None:
+    """A report that comes by itself, over the coordinator's socket."""
+    current = table(bench).incarnation[rank]
+    more = {"source": "coordinator"} | more
+    bench.send(LoadReported(rank, incarnation or current, load(*counts, **more)))
+
+
+def test_a_report_that_comes_by_itself_is_a_snapshot_like_any_other():
+    bench = Bench(2)
+    bench.request(pinned_rank=1)
+    assert table(bench).sent_since_snapshot[1] == 1
+    bench.now += 3.0
+    report(bench, 1, 1, 2, 0.5)
+    assert counts(bench, 1) == (1, 2, 0.5)
+    assert (table(bench).snapshot_at[1], table(bench).sent_since_snapshot[1]) == (103.0, 0)
+    assert bench.router.counters.snapshots[1] == 1
+    assert bench.router.counters.batches[1] == 0
+    assert table(bench).snapshot_at[0] is None
+
+
+def test_an_idle_rank_says_so_by_itself():
+    """What the last batch left standing, KV usage above all, doesn't stay."""
+    bench = Bench(1)
+    request = bench.request()
+    bench.batch(0, [(wire_id(request), [9], "length")], load(1, 0, 0.75))
+    assert counts(bench, 0) == (0, 0, 0.75)
+    report(bench, 0, 0, 0, 0.0)
+    assert counts(bench, 0) == (0, 0, 0.0)
+
+
+def test_load_of_others_on_an_idle_rank_is_believed_until_it_is_old():
+    bench = Bench(1)
+    report(bench, 0, 3, 1, 0.5)
+    assert (counts(bench, 0)[:2], table(bench).foreign[0]) == ((3, 1), 4)
+    assert bench.router.counters.foreign_reports == 1
+    bench.now += 1.0
+    report(bench, 0, 2, 0, 0.5)
+    bench.now += 1.5
+    bench.send(Tick())
+    assert counts(bench, 0)[0] == 2
+    bench.now += 1.0
+    bench.send(Tick())
+    assert counts(bench, 0)[:2] == (0, 0)
+
+
+def test_a_report_soon_after_our_abort_still_counts_what_was_aborted():
+    bench = Bench(1)
+    bench.cancel(bench.request(), Reason.CANCELLED)
+    report(bench, 0, 1, 0, 0.5)
+    assert (counts(bench, 0), table(bench).foreign[0]) == ((0, 0, 0.5), 0)
+
+
+def test_of_two_reports_the_one_that_was_taken_later_stands():
+    """Batches and reports come over two connections, so they overtake each other."""
+    bench = Bench(1)
+    request = bench.request()
+    report(bench, 0, 1, 5, taken_at_s=50.25)
+    bench.batch(0, [(wire_id(request), [9])], load(1, 9, taken_at_s=50.0))
+    assert counts(bench, 0)[:2] == (1, 5)
+    assert bench.router.counters.step_regressions == 1
+    bench.batch(0, [(wire_id(request), [9])], load(1, 4, taken_at_s=50.25))
+    assert counts(bench, 0)[:2] == (1, 4)
+    report(bench, 0, 1, 3, taken_at_s=40.0)
+    assert counts(bench, 0)[:2] == (1, 3), "that is no order of arrival: the clock is another one"
+
+
+def test_steps_begin_anew_with_every_wave():
+    bench = Bench(1)
+    bench.request()
+    report(bench, 0, 1, 7, step_counter=9, wave=2)
+    report(bench, 0, 1, 6, step_counter=0, wave=3)
+    assert counts(bench, 0)[:2] == (1, 6)
+    report(bench, 0, 1, 5, step_counter=10, wave=2)
+    assert counts(bench, 0)[:2] == (1, 6)
+
+
+def test_a_report_of_an_earlier_incarnation_is_nobodys():
+    bench = Bench(1)
+    bench.request()
+    report(bench, 0, 4, 4, incarnation=7)
+    assert table(bench).snapshot_at[0] is None
+
+
+def test_a_report_is_no_step_of_the_rank():
+    """The time of a step is that between two batches with rows, whatever was reported in between."""
+    bench = Bench(1)
+    request = bench.request()
+    for number in range(3):
+        bench.now += 0.010
+        bench.batch(0, [(wire_id(request), [number])])
+        bench.now += 0.030
+        report(bench, 0, 1, 0)
+    assert table(bench).step_us[0] == pytest.approx(40_000, abs=2)

@@ -172,8 +172,8 @@ def test_an_overdue_entry_waits_for_its_tenants_turn():
 
 
 def test_late_service_is_in_turn_and_gives_the_idle_no_credit():
-    waiting = Waiting(order="fcfs", max_wait_s=None, timeout_action="delay")
-    backlog(waiting, "a", 100, timeout_s=1)
+    waiting = Waiting(order="fcfs", max_wait_s=None, timeout_s=1, timeout_action="delay")
+    backlog(waiting, "a", 100)
     waiting.now += 11.0
     waiting.queue.expired(waiting.now)
     served_tokens(waiting, 100)

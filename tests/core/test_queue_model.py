@@ -87,10 +87,12 @@ class Naive:
     def expire(self, now):
         """What must be refused."""
         levels = {level["priority"]: level for level in self.config["levels"]}
-        due = [e for e in self.entries if e not in self.late and e.expires_at is not None and e.expires_at <= now]
+        due = [e for e in self.entries if e.expires_at is not None and e.expires_at <= now]
         refused = []
         for entry in sorted(due, key=lambda e: (e.expires_at, e.number)):
-            if levels.get(entry.priority, {}).get("timeout_action", self.config["timeout_action"]) == "reject":
+            has_given_up = entry.gives_up_at is not None and entry.gives_up_at <= now
+            action = levels.get(entry.priority, {}).get("timeout_action", self.config["timeout_action"])
+            if has_given_up or action == "reject":
                 refused.append(entry)
                 self.remove(entry)
             else:
@@ -113,7 +115,7 @@ class Naive:
         return order
 
     def next(self, now, lanes):
-        asked = [entry for entry in self.entries if entry.pinned_rank in lanes]
+        asked = [entry for entry in self.entries if entry.lane in lanes]
         in_time = [entry for entry in asked if entry not in self.late]
         if in_time:
             if self.config["fair"]:
@@ -225,7 +227,7 @@ class QueueMachine(RuleBasedStateMachine):
         for entry in self.queue.entries():
             self.queue.taken(entry)
         assert not any(
-            (self.queue._lanes, self.queue._backlogs, self.queue._expiries, self.queue._turns.line, self.queue._depths)
+            (self.queue._rows, self.queue._backlogs, self.queue._expiries, self.queue._turns.line, self.queue._depths)
         )
 
 

@@ -77,9 +77,10 @@ def test_a_level_may_refuse_where_the_queue_delays():
 
 
 def test_a_delayed_entry_goes_behind_all_that_are_in_time_and_by_arrival_among_its_like():
-    waiting = Waiting(order="spf", timeout_action="delay", max_wait_s=None)
-    second = waiting.push("a", prefill_ms=9.0, priority=3, timeout_s=6)
-    third = waiting.push("b", prefill_ms=1.0, priority=0, timeout_s=5)
+    levels = [{"priority": 3, "timeout_s": 6}, {"priority": 0, "timeout_s": 5}]
+    waiting = Waiting(order="spf", timeout_action="delay", max_wait_s=None, levels=levels)
+    second = waiting.push("a", prefill_ms=9.0, priority=3)
+    third = waiting.push("b", prefill_ms=1.0, priority=0)
     first = waiting.push("c", prefill_ms=99.0, priority=7, pin=0)
     waiting.now += 10.0
     assert waiting.queue.expired(waiting.now) == []
@@ -91,6 +92,25 @@ def test_a_delayed_entry_goes_behind_all_that_are_in_time_and_by_arrival_among_i
     assert waiting.queue.expired(waiting.now + 99.0) == []
     assert waiting.queue.timeouts_delayed == 2, "counted once"
     assert waiting.queue.depth_of(0) == 1, "still queued"
+
+
+@pytest.mark.parametrize("asked", [2, 5, 9])
+def test_what_a_call_asks_for_ends_its_wait_where_the_queue_only_delays(asked):
+    waiting = Waiting(timeout_s=5, timeout_action="delay", max_wait_s=None)
+    entry, other = waiting.push(timeout_s=asked), waiting.push()
+    assert waiting.queue.expired(100.0 + asked - 0.5) == []
+    waiting.queue.check()
+    assert entry.is_delayed is (asked > 5)
+    assert waiting.queue.expired(100.0 + asked) == [entry]
+    waiting.queue.check()
+    assert waiting.queue.entries() == [other]
+
+
+def test_a_call_may_not_end_its_wait_where_the_queue_does_not_let_it():
+    waiting = Waiting(timeout_action="delay", timeout_s=5, allow_timeout_override=False)
+    entry = waiting.push(timeout_s=2)
+    assert waiting.queue.expired(200.0) == []
+    assert (entry.is_delayed, entry.expires_at) == (True, None)
 
 
 def test_a_delayed_entry_that_is_pinned_waits_in_its_lane():

@@ -9,6 +9,7 @@ from gateway.core.ranks import (
     DEFAULT_MAX_IN_FLIGHT,
     DEFAULT_MEAN_OUT_TOKENS,
     MAX_STEP_US,
+    SERVING,
     SLOTS_FACTOR,
     TRANSITIONS,
     RankState,
@@ -42,14 +43,32 @@ def test_the_family_says_what_its_numbers_mean(protocol, is_resident, counts):
     assert (table.is_resident, table.counts_tokens) == ([is_resident], [counts])
 
 
-def test_nothing_leads_back_to_absent_and_only_ranks_that_serve_are_lost():
-    absent, ready, draining, lost = RankState.ABSENT, RankState.READY, RankState.DRAINING, RankState.LOST
-    assert {to for edges in TRANSITIONS.values() for to in edges.values()} == {ready, draining, lost}
-    assert [state for state, edges in TRANSITIONS.items() if "lost" in edges] == [ready, draining]
-    assert {state: edges["joined"] for state, edges in TRANSITIONS.items() if "joined" in edges} == {
-        absent: ready,
-        lost: ready,
+def test_the_lifecycle_table():
+    """What each event means where; the rest means nothing."""
+    states = {state.value: state for state in RankState}
+    edges = {(at.value, event, to.value) for at, steps in TRANSITIONS.items() for event, to in steps.items()}
+    assert set(TRANSITIONS) == set(RankState)
+    leaving = {(at, to) for at, event, to in edges if event == "removed"}
+    assert {at for at, _ in leaving} == {"JOINING", "DRAINING", "LOST"}
+    assert {to for _, to in leaving} == {"ABSENT"}
+    assert {at for at, event, _ in edges if event == "lost"} == {"JOINING", *SERVING}
+    assert {at for at, event, _ in edges if event == "drained"} == {*SERVING} - {"DRAINING"}
+    assert {at for at, event, to in edges if event == "joined" and to == "READY"} == {"ABSENT", "JOINING", "LOST"}
+    others = {edge for edge in edges if edge[1] not in {"removed", "lost", "drained", "joined"}}
+    assert others == {
+        ("JOINING", "settled", "READY"),
+        ("READY", "silent", "SUSPECT"),
+        ("READY", "ejected", "EJECTED"),
+        ("SUSPECT", "heard", "READY"),
+        ("DRAINING", "undrained", "READY"),
+        ("EJECTED", "returned", "READY"),
+        ("EJECTED", "undrained", "READY"),
+        ("LOST", "heard", "JOINING"),
+        ("ABSENT", "held", "DRAINING"),
+        ("JOINING", "held", "DRAINING"),
+        ("LOST", "held", "DRAINING"),
     }
+    assert all(hash(state) == hash(name) for name, state in states.items())
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,18 @@ import pytest
 
 from gateway.core.effects import AbortOnRank, Dispatch, RankStateChanged
 from gateway.core.errors import Reason
-from gateway.core.events import DrainStarted, RankDrained, RankLost, RankUndrained, SendFailed, Tick
+from gateway.core.events import (
+    DrainStarted,
+    RankDrained,
+    RankLost,
+    RankUndrained,
+    SendBlocked,
+    SendFailed,
+    SendUnblocked,
+    Tick,
+)
 from gateway.core.lifecycle import Phase
-from gateway.types import Sampling
+from gateway.types import Sampling, TokenLogprob
 from tests.support.core import Bench, wire_id
 
 ON = {"reroute": True, "resume": True}
@@ -230,3 +239,59 @@ def test_a_rank_that_is_restarted_while_it_drains_comes_back_ready():
     lose(bench, 0)
     bench.join(0)
     assert bench.router.ranks.state[0] == "READY"
+
+
+@pytest.mark.parametrize("cache", [None, {"max_entry_bytes": 1024}, {"max_entry_bytes": 1024, "coalesce": True}])
+def test_the_response_cache_has_no_say_in_what_can_be_resumed(cache):
+    bench = make(**({} if cache is None else {"response_cache": cache}))
+    request = bench.request(sampling=greedy(100, logprobs=0))
+    rank = attempt_of(request).rank
+    bench.batch(rank, [(wire_id(request), range(20))], logprobs=[[TokenLogprob(-0.1)] * 20])
+    lose(bench, rank)
+    assert request.error is None
+    assert bench.dispatched[-1].request.prompt_token_ids[-20:] == list(range(20))
+    record = request.sequences[0].record
+    assert (record.is_answer, record.logprobs) == (False, []), "20 x 64 bytes are more than the cache keeps"
+
+
+def test_what_another_rank_needs_is_kept_no_longer_than_it_may_be_needed():
+    bench = make(failure={"resume": False}, response_cache={"max_entry_bytes": 520})
+    request = bench.request(sampling=greedy(200))
+    bench.batch(attempt_of(request).rank, [(wire_id(request), range(131))])
+    assert request.sequences[0].record is None
+    bench.finish(request)
+    cache = bench.router.response_cache
+    assert (cache.entries, cache.too_large) == (0, 1)
+
+
+def test_only_what_was_sent_counts_as_moved():
+    bench = make(1, mode="queue")
+    request, resumed = bench.request(), bench.request(sampling=greedy())
+    bench.batch(0, [(wire_id(resumed), [9])])
+    lose(bench, 0)
+    counters = bench.router.counters
+    assert (counters.reroutes, counters.resumes) == (0, 0)
+    bench.join(0)
+    assert (counters.reroutes, counters.resumes) == (1, 1)
+    assert len(bench.dispatched) == 4
+    lose(bench, 0)
+    bench.tick(10.0)
+    assert request.error.reason is Reason.RANK_LOST
+    assert (counters.reroutes, counters.resumes) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["queue", "batch"])
+def test_what_a_resumed_sequence_has_generated_counts_once_for_its_groups_budget(mode):
+    groups = [
+        {"name": "a", "protocol": "vllm", "handshake": "ipc:///a", "ranks": 1, "budget": {"max_kv_tokens": 100}},
+        {"name": "b", "protocol": "vllm", "handshake": "ipc:///b", "ranks": 1, "start_index": 1},
+    ]
+    bench = make(mode=mode, groups=groups)
+    bench.send(SendBlocked(0, 1))
+    resumed = bench.request([5] * 10, sampling=greedy(60))
+    bench.batch(1, [(wire_id(resumed), range(40))])
+    lose(bench, 1)
+    other = bench.request([5] * 10, max_tokens=20)
+    bench.send(SendUnblocked(0, 1))
+    assert (resumed.last_rank, other.last_rank) == (0, 0), "70 and 30 KV tokens"
+    assert bench.router.ranks.group_kv_tokens[0] == 100

@@ -116,6 +116,7 @@ def test_no_sign_of_life_extends_the_age(mode):
         bench.batch(0, [(wire_id(zombie), [9])], load(1, 0, 0.5))
         bench.tick(1.0)
     assert zombie.error.reason is Reason.MAX_AGE_EXCEEDED
+    assert bench.router.counters.deadlines_expired == 0, "that is no deadline"
     bench.assert_quiet()
 
 
@@ -163,7 +164,7 @@ def test_room_comes_back_without_any_report():
 @pytest.mark.parametrize("together", [True, False])
 def test_the_first_of_two_ends_counts(first, second, together):
     bench = Bench(1)
-    request = bench.request()
+    request = bench.request(sampling=Sampling(max_tokens=1))
     rows = [(wire_id(request), [9], first), (wire_id(request), [9], second)]
     for batch in [rows] if together else [[row] for row in rows]:
         bench.batch(0, batch)

@@ -190,7 +190,7 @@ def test_a_cancel_is_an_outcome_of_its_own(mode):
 def test_a_retry_is_accepted_with_the_same_id_and_goes_out_under_another():
     bench = Bench(1, admission={"id_reuse_after_s": 60.0})
     failed = bench.request(request_id="x")
-    bench.send(SendFailed(0, 1, wire_id(failed), "unreachable"))
+    bench.send(SendFailed(0, 1, wire_id(failed), "overflow"))
     assert failed.error.retryable
     again = bench.request(request_id="x")
     first, second = (effect.request.wire_id for effect in bench.dispatched)
@@ -217,7 +217,9 @@ def test_a_retry_is_accepted_with_the_same_id_and_goes_out_under_another():
 def test_whether_a_retry_can_help_is_said_by_the_error_itself(request_, reason, retryable):
     slo = {"mode": "enforce", "ttft": [{"max_prompt_tokens": 250, "ttft_ms": 100.0}]}
     bench = Bench(2, join=False, predictor={"prefill_ms": "total_new_tokens"}, slo=slo)
-    bench.join(0, info=make_info(kv_capacity_tokens=300))
+    for rank in (0, 1):
+        bench.join(rank, info=make_info(kv_capacity_tokens=300))
+    bench.lose(1)
     bench.request([1] * 50)
     error = bench.offer(**request_)
     assert isinstance(error, GatewayError)

@@ -29,6 +29,14 @@ def make_cache(max_bytes=1000, max_entry_bytes=500, ttl_s=None):
     return ResponseCache(Settings(max_bytes=max_bytes, max_entry_bytes=max_entry_bytes, ttl_s=ttl_s))
 
 
+def give(cache, key, now):
+    """Ask for an answer, and give it to somebody if there is one."""
+    found = cache.get(key, now)
+    if found is not None:
+        cache.used(key)
+    return found
+
+
 def answer(nbytes, prompt_tokens=1):
     return CachedAnswer((), prompt_tokens, nbytes)
 
@@ -38,7 +46,7 @@ def make_ended(tokens=((7, 8, 9),), finish="stop", *, logprobs=None, record=True
     request = Request(1, make_arrived(n=len(tokens), temperature=0.0, max_tokens=100, logprobs=logprobs), 0.0)
     for sequence, generated in zip(request.sequences, tokens, strict=True):
         if record:
-            sequence.record = Record(limit_bytes)
+            sequence.record = Record(cache_bytes=limit_bytes)
         for token in generated:
             row = None if logprobs is None else [TokenLogprob(-0.5, ((token, -0.5),) * logprobs)]
             sequence.append([token], row)
@@ -151,6 +159,8 @@ def test_a_hit_returns_the_very_answer_and_a_miss_nothing():
     assert cache.get(b"a", 0.0) is None
     assert cache.put(b"a", stored, 0.0)
     assert cache.get(b"a", 1e9) is stored
+    assert cache.hits == 0, "found, but not given to anybody yet"
+    assert give(cache, b"a", 1e9) is stored
     assert cache.get(b"b", 0.0) is None
     assert (cache.hits, cache.misses, cache.inserts, cache.entries, cache.nbytes) == (1, 2, 1, 1, 100)
 
@@ -159,7 +169,8 @@ def test_the_least_recently_used_goes_first():
     cache = make_cache(max_bytes=300)
     for key in (b"a", b"b", b"c"):
         cache.put(key, answer(100), 0.0)
-    cache.get(b"a", 1.0)
+    give(cache, b"a", 1.0)
+    cache.get(b"b", 1.0)  # not given to anybody, so not used
     cache.put(b"d", answer(150), 2.0)
     assert [cache.get(key, 3.0) is not None for key in (b"a", b"b", b"c", b"d")] == [True, False, False, True]
     assert (cache.evictions, cache.nbytes, cache.entries) == (2, 250, 2)
@@ -168,7 +179,7 @@ def test_the_least_recently_used_goes_first():
 def test_an_answer_expires_at_its_age_however_often_it_is_used():
     cache = make_cache(ttl_s=10.0)
     cache.put(b"a", answer(100), 5.0)
-    assert cache.get(b"a", 14.999) is not None
+    assert give(cache, b"a", 14.999) is not None
     assert cache.get(b"a", 15.0) is None
     assert (cache.hits, cache.misses, cache.expired, cache.entries, cache.nbytes) == (1, 1, 1, 0, 0)
     assert cache.evictions == 0
@@ -235,7 +246,7 @@ def test_it_behaves_as_a_list_in_order_of_use(steps, max_bytes, max_entry_bytes,
             rows.clear()
             counts["flushes"] += 1
         elif step[0] == "get":
-            got = cache.get(key, now)
+            got = give(cache, key, now)
             is_old = row is not None and ttl_s is not None and now - row[2] >= ttl_s
             if row is not None:
                 rows.remove(row)

@@ -220,6 +220,23 @@ def test_a_lossy_frame_is_left_to_the_counts_where_the_wire_has_them():
     bench.assert_quiet()
 
 
+def test_an_end_for_length_before_that_length_tells_of_a_loss_where_nothing_else_would():
+    bench = Bench(1)
+    request = bench.request(max_tokens=4)
+    bench.batch(0, [(wire_id(request), [7], "")])
+    bench.batch(0, [(wire_id(request), [8, 9], "length")])
+    assert request.error.reason is Reason.DATA_LOSS
+    bench.assert_quiet()
+
+
+def test_the_end_of_a_ranks_context_is_no_loss():
+    bench = Bench(1, info=make_info(max_model_len=6))
+    request = bench.request([1, 2, 3], max_tokens=4)
+    bench.batch(0, [(wire_id(request), [7, 8, 9], "length")])
+    assert request.error is None
+    bench.assert_quiet()
+
+
 def test_a_lost_rank_fails_only_its_own():
     bench = Bench(2)
     lost, kept = bench.request(pinned_rank=0), bench.request(pinned_rank=1)

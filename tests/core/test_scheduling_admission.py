@@ -154,7 +154,7 @@ def test_what_would_miss_its_objective_is_refused_early(scheduling):
     bench.request([1] * 60)
     error = bench.offer([1] * 60)
     assert (error.reason, error.retryable) == (Reason.SLO_UNATTAINABLE, True)
-    assert error.facts == {"predicted_ms": 12.0, "objective_ms": 10.0, "wait_ms": 6.0}
+    assert error.facts == {"predicted_ms": 12.0, "objective_ms": 10.0, "margin_ms": 0.0, "wait_ms": 6.0}
     assert error.retry_after_s == 0.05, "2 ms, and no less than the least hint"
     assert bench.router.counters.slo_rejects == 1
     assert bench.router.live_count == 1

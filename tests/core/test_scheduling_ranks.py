@@ -152,20 +152,25 @@ def test_a_prompt_that_no_rank_can_hold_is_refused_not_queued():
     bench.assert_quiet()
 
 
-def test_what_only_a_lost_rank_could_hold_ends_with_the_reason_and_lets_the_others_go():
-    bench = scheduled(2, join=False, queue={"order": "fcfs"})
+def test_what_only_a_lost_rank_could_hold_waits_for_it_for_a_while_and_lets_the_others_go():
+    bench = scheduled(2, join=False, queue={"order": "fcfs", "no_rank_wait_s": 5.0})
     bench.join(0, info=make_info(kv_capacity_tokens=1000))
     bench.join(1, info=make_info(kv_capacity_tokens=50))
     bench.request([1] * 500)
     small_one, large = bench.request(), bench.request([1] * 500)
     small = bench.request()
     bench.lose(0)
-    assert not large.is_ended, "rank 1 is shut: nobody has looked"
     bench.finish(small_one)
-    assert large.error.reason is Reason.KV_TOO_SMALL
-    assert not large.error.retryable
-    assert large.error.facts["decision_id"]
     assert small.last_rank == 1
+    late = bench.request([1] * 500)
+    bench.tick(4.9)
+    assert not large.is_ended
+    later = bench.request([1] * 500)
+    bench.tick(0.1)
+    assert (large.error.reason, large.error.retryable) == (Reason.NO_ELIGIBLE_RANK, True)
+    assert late.error.reason is Reason.NO_ELIGIBLE_RANK
+    bench.join(0, info=make_info(kv_capacity_tokens=1000))
+    assert later.last_rank == 0
     drain(bench)
 
 
@@ -197,7 +202,7 @@ def test_a_rank_whose_send_queue_is_full_is_sent_nothing_until_it_drains():
 def test_a_send_that_fails_frees_the_slot_for_the_next(mode):
     bench = scheduled(mode=mode, batch={"max_in_flight_batches": 1})
     failed, waiting = bench.request(), bench.request()
-    bench.send(SendFailed(0, 1, wire_id(failed), "unreachable"))
+    bench.send(SendFailed(0, 1, wire_id(failed), "overflow"))
     assert failed.error.reason is Reason.SEND_FAILED
     assert waiting.last_rank == 0
     assert bench.aborted == []

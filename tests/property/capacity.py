@@ -65,7 +65,7 @@ class Capacity:
     def check_choice(self, sequence, decision) -> None:
         """Before a charge: the request is in time, and the rank passes every hard filter now."""
         rank, arrived = decision.rank, sequence.request.arrived
-        prompt, max_tokens = len(arrived.prompt_token_ids), arrived.sampling.max_tokens
+        prompt, max_tokens = asks_of(sequence)
         now, request = self._bench.now, sequence.request
         assert arrived.deadline_at is None or arrived.deadline_at > now, "late"
         assert request.accepted_at + self._config.limits.max_request_age_s > now, "too old"
@@ -99,7 +99,7 @@ class Capacity:
         dispatcher = self._router._dispatcher
         if dispatcher is None or dispatcher._waits_for:
             return
-        entries = [(entry, self._asks(entry)) for entry in dispatcher.queue.entries()]
+        entries = [(entry, asks_of(entry.sequence)) for entry in dispatcher.queue.entries()]
         for rank in range(self._table.size):
             if self._table.in_flight[rank] or not self.is_open(rank):
                 continue
@@ -111,7 +111,8 @@ class Capacity:
         if self._router.batches is None:
             assert dispatcher.next(self._bench.now) is None, "not everything that could go went"
 
-    @staticmethod
-    def _asks(entry) -> tuple[int, int]:
-        arrived = entry.sequence.request.arrived
-        return len(arrived.prompt_token_ids), arrived.sampling.max_tokens
+
+def asks_of(sequence) -> tuple[int, int]:
+    """Prompt and output tokens that another rank would get: what was generated is prompt by now."""
+    arrived, done = sequence.request.arrived, sequence.completion_tokens
+    return len(arrived.prompt_token_ids) + done, arrived.sampling.max_tokens - done

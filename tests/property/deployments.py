@@ -10,6 +10,8 @@ from tests.support.core import Bench, make_info
 RANKS = 3
 MAX_AGE_S = 20.0
 NO_RANK_WAIT_S = 2.0
+SILENT_AFTER_S = 2.0
+MAX_EJECTED_S = 0.1
 REUSE_AFTER_S = 5.0
 DEADLINE_S = 8.0
 MIN_QUEUE_TIMEOUT_S = 0.5
@@ -29,6 +31,7 @@ asks = st.fixed_dictionaries(
         "who": st.tuples(*[st.sampled_from(["", "a", "b", "c"])] * 3),
         "priority": st.integers(0, 1),
         "greedy": st.booleans(),
+        "max_tokens": st.sampled_from([8, 8, 2]),
     }
 )
 """What a client asks for: `RouterMachine.arrive` takes it."""
@@ -41,6 +44,7 @@ def _some(*values: Any) -> st.SearchStrategy[Any]:
 @st.composite
 def _groups(draw: Any, protocol: str) -> list[dict[str, Any]]:
     base = {"name": "a", "protocol": protocol, "handshake": "ipc:///a", "ranks": RANKS, "min_ready": 1}
+    base["coupled"] = draw(_some(*[False] * 4, True))
     if draw(st.booleans()):
         return [base]
     budget = draw(_some({"max_requests": 2}, {"max_prompt_tokens": 160}, {"max_kv_tokens": 60}))
@@ -51,7 +55,7 @@ def _groups(draw: Any, protocol: str) -> list[dict[str, Any]]:
 
 
 @st.composite
-def _queue(draw: Any, *, preserves: bool, has_model: bool) -> dict[str, Any]:
+def _queue(draw: Any, *, preserves: bool, has_model: bool, has_costs: bool) -> dict[str, Any]:
     order = "fcfs" if preserves else draw(_some("fcfs", "aging", "hrrn", "spf", "edf"))
     queue = {
         "order": order,
@@ -59,13 +63,14 @@ def _queue(draw: Any, *, preserves: bool, has_model: bool) -> dict[str, Any]:
         "gate_tokens": draw(_some(1, 60, 2048)),
         "max_in_flight_per_rank": draw(_some(None, 1, 2)),
         "kv_limit": draw(_some(0.95, 0.5)),
-        "hold_ratio": None if order == "hrrn" else draw(_some(None, 0.7)),
+        "hold_ratio": draw(_some(None, 0.7)) if has_costs and order != "hrrn" else None,
         "max_wait_s": draw(_some(None, 0.4, 30.0)),
         "timeout_s": draw(_some(None, 1.5)),
-        "timeout_action": "reject" if preserves else draw(_some("reject", "delay")),
         "no_rank_wait_s": draw(_some(NO_RANK_WAIT_S, 0.0)),
         "hold_until_queued": draw(_some(None, 3)),
     }
+    if queue["timeout_s"] is not None and not preserves:
+        queue["timeout_action"] = draw(_some("reject", "delay"))
     if queue["hold_ratio"] is not None:
         queue["max_hold_s"] = 0.5
     if not preserves and draw(st.booleans()):
@@ -79,6 +84,7 @@ def _queue(draw: Any, *, preserves: bool, has_model: bool) -> dict[str, Any]:
         ]
     if has_model and draw(st.booleans()):
         queue["gate_ms"] = 6.0
+        del queue["gate_tokens"]
     return queue
 
 
@@ -113,6 +119,20 @@ def _admission(draw: Any) -> dict[str, Any]:
 
 
 @st.composite
+def _failure(draw: Any) -> dict[str, Any]:
+    """Ejections are short, so that those who wait for a rank get it before they are too old."""
+    moves = draw(_some(True, True, False))
+    eject = {"base_s": 0.05, "max_s": MAX_EJECTED_S, "after_failures": draw(_some(1, 2, 4))}
+    return {
+        "reroute": moves,
+        "resume": moves,
+        "max_attempts": draw(_some(1, 3)),
+        "silence": draw(_some(None, *[{"after_s": SILENT_AFTER_S, "prefill_tokens_per_s": draw(_some(2000, 20))}] * 4)),
+        "eject": draw(_some(None, *[eject | {"max_ratio": draw(_some(0.5, 1.0))}] * 4)),
+    }
+
+
+@st.composite
 def deployments(draw: Any) -> Bench:
     """A router of any mode, with `RANKS` READY ranks."""
     mode = draw(_some("direct", "queue", "batch"))
@@ -126,9 +146,11 @@ def deployments(draw: Any) -> Bench:
         "admission": draw(_admission()),
         "scheduling": {"mode": mode},
         "limits": {"max_request_age_s": MAX_AGE_S},
+        "failure": draw(_failure()),
     }
     if mode != "direct":
-        settings["scheduling"]["queue"] = draw(_queue(preserves=preserves, has_model=has_model))
+        has_costs = settings["policy"]["preset"] not in ("random", "round_robin")
+        settings["scheduling"]["queue"] = draw(_queue(preserves=preserves, has_model=has_model, has_costs=has_costs))
     if mode == "batch":
         settings["scheduling"]["batch"] = draw(_batch(has_model=has_model))
     if has_model:

@@ -9,18 +9,23 @@ from gateway.core.errors import Reason
 from gateway.core.events import (
     AbortAll,
     DrainStarted,
+    LoadReported,
+    RankHeard,
     RankJoined,
     RankLost,
+    RankUndrained,
     RequestCancelled,
     SendBlocked,
     SendFailed,
     SendUnblocked,
     Tick,
+    WaveReported,
 )
 from gateway.types import Sampling
 from tests.property.deployments import (
     DEADLINE_S,
     MAX_AGE_S,
+    MAX_EJECTED_S,
     MIN_QUEUE_TIMEOUT_S,
     RANKS,
     REUSE_AFTER_S,
@@ -30,6 +35,9 @@ from tests.property.deployments import (
 from tests.property.watch import Watch
 from tests.support.core import load
 
+STEP_S = 0.01
+EJECTED_STEPS = round(MAX_EJECTED_S / STEP_S) + 1
+"""What waits for an ejected rank waits no longer."""
 picks = st.integers(0, 10**6)
 ranks = st.integers(0, RANKS - 1)
 
@@ -70,7 +78,8 @@ class RouterMachine(RuleBasedStateMachine):
             arrived = known[pick % len(known)]
             who = (arrived.tenant, arrived.session_id, arrived.client_key)
             length = len(arrived.prompt_token_ids)
-            self.arrive(length=length, n=arrived.n, who=who, priority=arrived.priority, greedy=True)
+            like = {"n": arrived.n, "priority": arrived.priority, "max_tokens": arrived.sampling.max_tokens}
+            self.arrive(length=length, who=who, greedy=True, **like)
 
     @rule(
         ask=asks,
@@ -84,7 +93,9 @@ class RouterMachine(RuleBasedStateMachine):
     def arrive_in_a_hurry(self, ask, deadline, again):
         self.arrive(**ask, deadline=deadline, again=again)
 
-    def arrive(self, length, n, who, priority, greedy, *, pin=None, patience=None, deadline=None, again=False):
+    def arrive(
+        self, length, n, who, priority, greedy, max_tokens, *, pin=None, patience=None, deadline=None, again=False
+    ):
         bench = self.bench
         if deadline is None and bench.router.ordering is not None:
             deadline = DEADLINE_S
@@ -94,7 +105,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.watch.send(
             bench.arrived(
                 [length] * length,
-                sampling=Sampling(max_tokens=8, temperature=0.0 if greedy else 1.0),
+                sampling=Sampling(max_tokens=max_tokens, temperature=0.0 if greedy else 1.0),
                 n=n,
                 pinned_rank=pin,
                 deadline_at=None if deadline is None else bench.now + deadline,
@@ -159,15 +170,28 @@ class RouterMachine(RuleBasedStateMachine):
     def row(self, rank, wire_id, tokens, finish, count_error=0):
         mine = self.watch.engine[rank]
         start = mine[wire_id]
+        left = self.watch.limit[wire_id] - start
+        if left or tokens < 3:  # few ranks send more than they were asked for
+            tokens = min(tokens, left)
         mine[wire_id] += tokens
         if finish:
             del mine[wire_id]
-        row = (wire_id, list(range(start, start + tokens)), finish, start + tokens + count_error)
+        first = self.watch.base[wire_id] + start
+        row = (wire_id, list(range(first, first + tokens)), finish, start + tokens + count_error)
         return row if self.counted else row[:3]
 
     @rule(rank=ranks, running=st.integers(0, 9), waiting=st.integers(0, 9))
     def report_alone(self, rank, running, waiting):
         self.watch.batch(rank, [], load(running, waiting, 0.3))
+
+    @rule(rank=ranks, running=st.integers(0, 9), waiting=st.integers(0, 9), taken_at=st.none() | st.floats(1.0, 9.0))
+    def report_to_coordinator(self, rank, running, waiting, taken_at):
+        snapshot = load(running, waiting, 0.3, source="coordinator", taken_at_s=taken_at)
+        self.watch.send(LoadReported(rank, self.bench.router.ranks.incarnation[rank], snapshot))
+
+    @rule(rank=ranks, complete=st.none() | st.integers(0, 4), start=st.none() | st.integers(0, 4))
+    def report_wave(self, rank, complete, start):
+        self.watch.send(WaveReported(rank, self.bench.router.ranks.incarnation[rank], complete, start))
 
     @rule(rank=ranks, pick=picks, lossy=st.booleans())
     def unreadable(self, rank, pick, lossy):
@@ -209,15 +233,49 @@ class RouterMachine(RuleBasedStateMachine):
         incarnation = self.bench.router.ranks.incarnation[rank] - (0 if current else 1)
         self.watch.send(RankLost(rank, incarnation, "disconnected"))
 
-    @rule(rank=ranks, replaces=st.sampled_from([False, False, False, True]))
-    def join(self, rank, replaces):
+    @rule(rank=ranks, replaces=st.sampled_from([False, False, False, True]), reattached=st.booleans())
+    def join(self, rank, replaces, reattached=False):
         if self.bench.router.ranks.state[rank] == "READY" and not replaces:
             return
         self.watch.engine[rank].clear()
-        self.watch.ghosts[rank].clear()
+        if not reattached:
+            self.watch.ghosts[rank].clear()
         self.bench.now += 0.001
         number = self.bench.router.ranks.incarnation[rank] + 1
-        self.watch.send(RankJoined(rank=rank, incarnation=number, info=self.bench.infos[rank]))
+        info = self.bench.infos[rank]
+        self.watch.send(RankJoined(rank=rank, incarnation=number, info=info, reattached=reattached))
+
+    @rule(rank=ranks, answers=st.booleans())
+    def say_something(self, rank, answers):
+        """A message that carries nothing of the live, maybe the answer to a question whether the rank lives."""
+        probes = [probe.request.wire_id for probe in self.bench.probed if probe.rank == rank]
+        if answers and probes:
+            row = (probes[-1], [1], "length", 1)
+            self.watch.batch(rank, [row if self.counted else row[:3]])
+            table = self.bench.router.ranks
+            assert table.silent_s[rank] == 0.0 or (table.is_blocked[rank] and not table.in_flight[rank])
+        else:
+            self.watch.send(RankHeard(rank, self.bench.router.ranks.incarnation[rank]))
+
+    @rule(rank=ranks, migrate=st.booleans())
+    def drain_rank(self, rank, migrate):
+        self.watch.drain(rank, migrate=migrate)
+
+    @rule(rank=ranks, others=st.lists(ranks, max_size=2), tokens=st.integers(1, 2), migrates=st.booleans())
+    def break_off(self, rank, others, tokens, migrates):
+        """What has just got tokens, maybe all that it asked for, has to go on elsewhere."""
+        for other in others:
+            self.join(other, replaces=False)
+            self.watch.send(SendUnblocked(other, self.bench.router.ranks.incarnation[other]))
+        self.step(rank, tokens, finishes=0)
+        if migrates:
+            self.drain_rank(rank, migrate=True)
+        else:
+            self.lose(rank, current=True)
+
+    @rule(rank=ranks)
+    def undrain_rank(self, rank):
+        self.watch.send(RankUndrained(rank))
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -225,6 +283,15 @@ class RouterMachine(RuleBasedStateMachine):
     def tick(self, step):
         self.bench.now += step
         self.watch.send(Tick())
+
+    @rule(steps=st.integers(1, 12), speaks=st.sampled_from([None, *range(RANKS)]))
+    def silence(self, steps, speaks):
+        """Nobody says anything for a while, or only one rank does."""
+        for _ in range(steps):
+            self.bench.now += 0.25
+            self.watch.send(Tick())
+            if speaks is not None:
+                self.watch.batch(speaks, [])
 
     @rule()
     def tick_when_due(self):
@@ -283,8 +350,8 @@ class RouterMachine(RuleBasedStateMachine):
             watch.send(SendUnblocked(rank, bench.router.ranks.incarnation[rank]))
         if bench.router._dispatcher is not None:
             bench.router._dispatcher._waits_for = 0
-        for _ in range(4 * watch.offered + 4):
-            bench.now += 0.01
+        for _ in range(4 * watch.offered + 4 + EJECTED_STEPS):
+            bench.now += STEP_S
             watch.send(Tick())
             for rank in range(RANKS):
                 rows = [self.row(rank, wire_id, 1, "stop") for wire_id in sorted(watch.engine[rank])]
@@ -295,6 +362,6 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 RouterMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestRouterMachine = pytest.mark.timeout(600)(RouterMachine.TestCase)

@@ -1,9 +1,25 @@
 """What must hold after every step, whatever the settings: found from outside as far as that is possible."""
 
-from gateway.core.effects import AbortOnRank, Dispatch, RequestAccepted, RequestEnded, RequestRefused
+from gateway.core.effects import (
+    AbortOnRank,
+    Dispatch,
+    RankStateChanged,
+    RequestAccepted,
+    RequestEnded,
+    RequestRefused,
+)
 from gateway.core.errors import Reason
-from gateway.core.events import Event, RequestArrived, RequestCancelled, Tick
-from gateway.core.lifecycle import Evidence
+from gateway.core.events import (
+    Event,
+    RankDrained,
+    RankJoined,
+    RankRenewed,
+    RankUndrained,
+    RequestArrived,
+    RequestCancelled,
+    Tick,
+)
+from gateway.core.lifecycle import Evidence, Phase
 from gateway.core.ranks import RankState
 from gateway.core.registry import MAX_TOMBSTONES
 from gateway.core.request import Attempt, Request
@@ -13,6 +29,10 @@ from tests.support.core import NONCE, Bench
 
 _DROPPED = (Reason.CANCELLED, Reason.ABORTED, Reason.INTERNAL)
 _MEANS_ABORT = (Evidence.CALLER, Evidence.DEADLINE, Evidence.GATEWAY)
+_NOT_OF_THE_LINK = (RequestArrived, RequestCancelled, Tick)
+_OF_TIME = (Reason.DEADLINE_EXCEEDED, Reason.MAX_AGE_EXCEEDED)
+_OF_NEWCOMERS = (Reason.QUEUE_TIMEOUT, Reason.NO_ELIGIBLE_RANK, Reason.PROMPT_TOO_LONG, Reason.KV_TOO_SMALL)
+_MAY_BE_SENT = (RankState.READY, RankState.SUSPECT, RankState.EJECTED)
 
 
 class Watch:
@@ -28,7 +48,14 @@ class Watch:
         size = self.router.ranks.size
         self.engine: list[dict[str, int]] = [{} for _ in range(size)]
         self.ghosts: list[dict[str, int]] = [{} for _ in range(size)]
+        self.base: dict[str, int] = {}
+        """Tokens that the sequence of an attempt had before it."""
+        self.limit: dict[str, int] = {}
+        """Tokens that an attempt was asked for."""
+        self.states = list(self.router.ranks.state)
         self.accepted: dict[int, Request] = {}
+        self.drained: set[int] = set()
+        """Ranks that an operator has drained, and that neither was undrained nor is another process by now."""
         self.offered = 0
         self.is_lazy = False
         self.is_broken = False
@@ -64,8 +91,14 @@ class Watch:
     def send(self, event: Event) -> None:
         """Let the router have an event, do what it wants done, and check."""
         self.offered += isinstance(event, RequestArrived)
+        if not isinstance(event, _NOT_OF_THE_LINK):
+            self._renew()
         if isinstance(event, RequestCancelled):
             self._note_given_up(event)
+        elif isinstance(event, RankDrained):
+            self.drained.add(event.rank)
+        elif isinstance(event, RankUndrained) or (isinstance(event, RankJoined) and not event.reattached):
+            self.drained.discard(event.rank)
         self.is_broken, was_broken = True, self.is_broken
         live = self.router.live_count
         self._follow(self.bench.send(event))
@@ -76,12 +109,32 @@ class Watch:
             self._check_nothing_waits_too_long()
         self.is_broken = was_broken
 
+    def drain(self, rank: int, *, migrate: bool) -> None:
+        """An operator drains a rank: what it has may move, and comes to no harm."""
+        attempts = self.router._attempts.ledger.of_rank(rank)
+        # One that waits for this very rank with another sequence ends as a whole.
+        attempts = [attempt for attempt in attempts if not _waits_for(attempt.sequence.request, rank)]
+        self.send(RankDrained(rank, migrate=migrate))
+        for attempt in attempts:
+            error, sequence = attempt.sequence.request.error, attempt.sequence
+            assert error is None or error.reason in _OF_TIME, "a stream ended for a drain"
+            assert error is not None or sequence.attempt is not None
+            assert error is not None or not sequence.attempt.released, "it neither moved nor stayed"
+            assert migrate or error is not None or sequence.attempt is attempt
+
     def batch(self, rank: int, rows: list, load=None, **more) -> None:
         """A batch of the rank; `rows` as the bench takes them."""
+        self._renew()
         self._finals.update(row[0] for row in rows if row[2])
         self.is_broken, was_broken = True, self.is_broken
         self._follow(self.bench.batch(rank, rows, load, **more))
         self.is_broken = was_broken
+
+    def _renew(self) -> None:
+        """The link's word on incarnations that were given up comes before whatever else it says."""
+        renewals, self.bench.renewals = self.bench.renewals, []
+        for effect in renewals:
+            self._follow(self.bench.send(RankRenewed(effect.rank, effect.incarnation + 1)))
 
     def _note_given_up(self, event: RequestCancelled) -> None:
         request = self.accepted[event.handle]
@@ -96,6 +149,11 @@ class Watch:
         for effect in effects:
             if isinstance(effect, Dispatch):
                 self._on_dispatch(effect)
+            elif isinstance(effect, RankStateChanged):
+                assert self.states[effect.rank] == effect.old
+                self.states[effect.rank] = RankState(effect.new)
+                if effect.new == RankState.READY:
+                    self.no_rank_since = None
             elif isinstance(effect, AbortOnRank):
                 self._aborted.update(effect.wire_ids)
                 for wire_id in effect.wire_ids:
@@ -120,11 +178,17 @@ class Watch:
         assert wire_id.startswith(NONCE)
         handle = int(wire_id.split("-")[1], 16)
         assert handle not in self._ended, "sent after its end"
-        assert ranks.state[effect.rank] is RankState.READY
+        assert self.states[effect.rank] is RankState.READY, "to a rank that takes nothing new"
         assert ranks.incarnation[effect.rank] == effect.incarnation
         assert wire_id not in self._dispatched
         self._dispatched.add(wire_id)
         self.engine[effect.rank][wire_id] = 0
+        arrived, sent = self._attempts[wire_id].sequence.request.arrived, effect.request
+        self.base[wire_id] = len(sent.prompt_token_ids) - len(arrived.prompt_token_ids)
+        self.limit[wire_id] = sent.sampling.max_tokens
+        assert sent.sampling.max_tokens == arrived.sampling.max_tokens - self.base[wire_id] > 0, (
+            "nothing left to ask for"
+        )
 
     def _on_ended(self, request: Request) -> None:
         assert request.handle in self.accepted
@@ -140,6 +204,9 @@ class Watch:
     def _check_reason(self, request: Request) -> None:
         """Nothing ends before its time for a reason that time or the ranks have to give."""
         arrived, now = request.arrived, self.bench.now
+        if arrived.n == 1 and request.sequences[0].attempts:
+            assert request.error.reason not in _OF_NEWCOMERS, "it had a rank, and lost that"
+            assert request.error.facts.get("delivered_tokens", 0) <= request.sequences[0].completion_tokens
         match request.error.reason:
             case Reason.DEADLINE_EXCEEDED:
                 assert arrived.deadline_at is not None
@@ -148,12 +215,18 @@ class Watch:
                 assert request.accepted_at + self.bench.config.limits.max_request_age_s <= now
             case Reason.NO_ELIGIBLE_RANK:
                 # With a place, it may have been settled earlier.
-                assert request.place is not None or RankState.READY not in self.router.ranks.state
+                assert request.place is not None or not self._has_way(arrived)
                 scheduling = self.bench.config.scheduling
                 is_queued = scheduling.mode != "direct"
                 assert not is_queued or now - request.accepted_at >= scheduling.queue.no_rank_wait_s
             case Reason.QUEUE_TIMEOUT:
                 assert now - request.accepted_at >= MIN_QUEUE_TIMEOUT_S
+
+    def _has_way(self, arrived: RequestArrived) -> bool:
+        """Whether a READY rank could ever take it."""
+        asks = len(arrived.prompt_token_ids), arrived.sampling.max_tokens
+        ready = (rank for rank, state in enumerate(self.states) if state is RankState.READY)
+        return any(arrived.pinned_rank in (None, rank) and self.capacity.could_ever(rank, *asks) for rank in ready)
 
     # ---- what clients get ----------------------------------------------------------------------
 
@@ -218,6 +291,8 @@ class Watch:
         elif self.no_rank_since is None:
             self.no_rank_since = self.bench.now
         self._check_evidence()
+        self._check_health(config)
+        assert not any(self.states[rank] in _MAY_BE_SENT for rank in self.drained), "drained is drained"
         self._check_bounds(config)
         self.capacity.check_gates()
         self.capacity.check_work()
@@ -240,9 +315,22 @@ class Watch:
             was_sent = wire_id in self._dispatched and wire_id not in self._unsent
             is_gone = ranks.incarnation[attempt.rank] != incarnation or ranks.state[attempt.rank] is RankState.LOST
             assert (kind is Evidence.UNSENT) is not was_sent
-            assert (kind in _MEANS_ABORT) is (was_sent and wire_id in self._aborted)
+            # A rank that is lost may live all the same, and is told then.
+            if kind is not Evidence.RANK_LOST:
+                assert (kind in _MEANS_ABORT) is (was_sent and wire_id in self._aborted)
             assert kind is not Evidence.ENGINE or wire_id in self._finals
             assert kind is not Evidence.RANK_LOST or is_gone
+
+    def _check_health(self, config) -> None:
+        """Enough ranks stay, and nobody is suspected or ejected for nothing."""
+        ranks, eject = self.router.ranks, config.failure.eject
+        assert self.states == ranks.state
+        for number in range(len(config.groups)):
+            states = [state for state, group in zip(ranks.state, ranks.group_of, strict=True) if group == number]
+            ejected = states.count(RankState.EJECTED)
+            assert ejected <= (eject.max_ratio * len(states) if eject is not None else 0)
+            assert not ejected or RankState.READY in states, "those that could serve are left out"
+        assert RankState.SUSPECT not in ranks.state or config.failure.silence is not None
 
     def _check_bounds(self, config) -> None:
         router, admission = self.router, self.router._admission
@@ -272,18 +360,31 @@ class Watch:
             assert request.accepted_at + limits.max_request_age_s > now
             level = levels.get(arrived.priority)
             timeouts = [level.timeout_s if level else None, queue.timeout_s]
-            wait_s = next((s for s in timeouts if s is not None), None)
-            if wait_s is not None and arrived.queue_timeout_s is not None:
-                wait_s = min(wait_s, arrived.queue_timeout_s)
             action = (level.timeout_action if level else None) or queue.timeout_action
+            wait_s = next((s for s in timeouts if s is not None), None) if action != "delay" else None
+            if arrived.queue_timeout_s is not None:
+                wait_s = min(wait_s or arrived.queue_timeout_s, arrived.queue_timeout_s)
             for sequence in request.sequences:
                 entry = sequence.entry
                 if entry is None:
                     continue
-                assert wait_s is None or action == "delay" or entry.enqueued_at + wait_s > now
+                if wait_s is not None:
+                    # It begins anew for what its rank has lost.
+                    assert now < entry.expires_at <= now + wait_s
                 since = self.no_rank_since
                 if since is not None:
                     assert now - max(since, entry.enqueued_at) < queue.no_rank_wait_s
+            leader = self.router._answers.leader_of(request.cache_key)
+            if request.phase is Phase.ACCEPTED and leader is not None and leader.phase is Phase.QUEUED:
+                # It has its own time, although another one stands in the queue for it.
+                if wait_s is not None:
+                    assert request.accepted_at + wait_s > now
+                if self.no_rank_since is not None:
+                    assert now - max(self.no_rank_since, request.accepted_at) < queue.no_rank_wait_s
+
+
+def _waits_for(request: Request, rank: int) -> bool:
+    return request.arrived.pinned_rank == rank and any(sequence.entry for sequence in request.sequences)
 
 
 def _answer(request: Request) -> tuple[object, ...]:

@@ -7,9 +7,27 @@ from typing import Any
 import msgspec
 
 from gateway.config.schema import Config
-from gateway.core.effects import AbortOnRank, Dispatch, Effect, RequestAccepted, RequestEnded, RequestRefused
+from gateway.core.effects import (
+    AbortOnRank,
+    Dispatch,
+    Effect,
+    ProbeRank,
+    RenewIncarnation,
+    RequestAccepted,
+    RequestEnded,
+    RequestRefused,
+)
 from gateway.core.errors import GatewayError
-from gateway.core.events import BatchReceived, Event, RankJoined, RankLost, RequestArrived, RequestCancelled, Tick
+from gateway.core.events import (
+    BatchReceived,
+    Event,
+    RankJoined,
+    RankLost,
+    RankRenewed,
+    RequestArrived,
+    RequestCancelled,
+    Tick,
+)
 from gateway.core.request import Request
 from gateway.core.request import Sequence as Generated
 from gateway.core.router import Router
@@ -53,6 +71,8 @@ class Bench:
         self.dispatched: list[Dispatch] = []
         self.aborted: list[AbortOnRank] = []
         self.ended: list[Request] = []
+        self.probed: list[ProbeRank] = []
+        self.renewals: list[RenewIncarnation] = []
         self._ids = 0
         if join:
             for rank in range(self.router.ranks.size):
@@ -67,6 +87,10 @@ class Bench:
                 self.aborted.append(effect)
             elif isinstance(effect, RequestEnded):
                 self.ended.append(effect.request)
+            elif isinstance(effect, ProbeRank):
+                self.probed.append(effect)
+            elif isinstance(effect, RenewIncarnation):
+                self.renewals.append(effect)
         self.router.check()
         return effects
 
@@ -74,6 +98,20 @@ class Bench:
         """Let time pass, then tell the router."""
         self.now += seconds
         return self.send(Tick())
+
+    def pass_time(self, seconds: float, step_s: float = 0.25) -> list[Effect]:
+        """Let time pass as the driver does: in small steps."""
+        effects: list[Effect] = []
+        end = self.now + seconds
+        while self.now < end:
+            effects += self.tick(min(step_s, end - self.now))
+        return effects
+
+    def renew(self) -> None:
+        """Do as the link does when an incarnation was given up whose sockets it keeps."""
+        renewals, self.renewals = self.renewals, []
+        for effect in renewals:
+            self.send(RankRenewed(effect.rank, effect.incarnation + 1))
 
     def join(self, rank: int, incarnation: int | None = None, info: RankInfo | None = None) -> None:
         number = self.router.ranks.incarnation[rank] + 1 if incarnation is None else incarnation
@@ -119,7 +157,7 @@ class Bench:
             attempt = sequence.attempt
             assert attempt is not None
             if not attempt.released:
-                self.batch(attempt.rank, [(attempt.wire_id, tokens, "length")], load)
+                self.batch(attempt.rank, [(attempt.wire_id, tokens, "stop")], load)
 
     def cancel(self, request: Request, reason: Any) -> None:
         self.send(RequestCancelled(request.handle, reason))
