@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from gateway.config.addresses import Address, check_ipc_path, is_wildcard, parse_address
 from gateway.config.errors import Loc, Problem, format_loc
+from gateway.config.failure import Failure
 from gateway.config.scheduling_checks import check_scheduling
-from gateway.config.schema import Config, Group, Listen, Sockets
+from gateway.config.schema import Config, Coordinator, Group, Listen, Sockets
 from gateway.core.formula import FormulaError
 from gateway.core.presets import PolicyError, resolve
 
@@ -30,6 +31,7 @@ def check(config: Config) -> Iterator[Problem]:
     for number, group in enumerate(config.groups):
         yield from _check_group(group, ("groups", number))
     yield from _check_policy(config)
+    yield from _check_failure(config)
     yield from check_scheduling(config)
 
 
@@ -123,6 +125,7 @@ def _check_group(group: Group, loc: Loc) -> Iterator[Problem]:
         yield Problem(
             (*loc, "start_index"), f"the last engine index would be {end - 1}; the largest is {_INDEX_LIMIT - 1}"
         )
+    yield from _check_coordinator(group, (*loc, "coordinator"))
     sockets, place = group.sockets, (*loc, "sockets")
     if sockets.transport == "ipc":
         if sockets.host != Sockets().host:
@@ -143,6 +146,31 @@ def _check_group(group: Group, loc: Loc) -> Iterator[Problem]:
         )
 
 
+def _check_coordinator(group: Group, place: Loc) -> Iterator[Problem]:
+    coordinator = group.coordinator
+    if group.protocol != "vllm":
+        if coordinator != Coordinator():
+            yield Problem(place, f"{group.protocol} ranks have no coordinator; leave it out", at_key=True)
+        return
+    if group.coupled and not coordinator.enabled:
+        yield Problem(
+            (*place, "enabled"), "coupled vLLM ranks sleep and wake together; without a coordinator nobody wakes them"
+        )
+    host = coordinator.meeting_host
+    if host is None:
+        return
+    if not group.coupled:
+        yield Problem((*place, "meeting_host"), "ranks that are not coupled don't meet; leave it out", at_key=True)
+        return
+    try:
+        ip = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        yield Problem((*place, "meeting_host"), f"'{host}' is not an IP address; the ranks are told it as it stands")
+        return
+    if ip.is_unspecified:
+        yield Problem((*place, "meeting_host"), f"{host} can't be dialled; name an address of the first rank's host")
+
+
 def _check_policy(config: Config) -> Iterator[Problem]:
     policy = config.policy
     if policy.preset is None and policy.cost is None:
@@ -156,3 +184,16 @@ def _check_policy(config: Config) -> Iterator[Problem]:
         yield Problem(("policy", "cost"), error.message, offset=error.column - 1)
     except PolicyError as error:
         yield Problem(("policy", "picker"), str(error))
+
+
+def _check_failure(config: Config) -> Iterator[Problem]:
+    failure = config.failure
+    if not (failure.reroute or failure.resume) and failure.max_attempts != Failure().max_attempts:
+        yield Problem(
+            ("failure", "max_attempts"),
+            "'max_attempts' has no effect with reroute and resume off; switch one of them on, or leave it out",
+            at_key=True,
+        )
+    eject = failure.eject
+    if eject is not None and eject.base_s > eject.max_s:
+        yield Problem(("failure", "eject", "base_s"), f"base_s is {eject.base_s:g}, above max_s, {eject.max_s:g}")

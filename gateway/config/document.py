@@ -27,7 +27,7 @@ _SEQUENCE = "tag:yaml.org,2002:seq"
 _MAPPING = "tag:yaml.org,2002:map"
 _MERGE = "<<"
 _LINE_BREAK = re.compile(r"\r\n|[\n\r\x85\u2028\u2029]")
-_UNPRINTABLE = re.compile(r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_UNPRINTABLE = re.compile(r"[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 # A NUL ends a path for the system; none of them belongs into a setting. Line breaks and tabs do: formulas may have them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")

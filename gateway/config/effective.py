@@ -7,7 +7,7 @@ from msgspec import structs
 
 from gateway.config.addresses import is_loopback, parse_address, parse_tcp
 from gateway.config.scheduling import Scheduling
-from gateway.config.scheduling_checks import scheduling_remarks
+from gateway.config.scheduling_remarks import scheduling_remarks
 from gateway.config.schema import Config, Listen
 from gateway.core.presets import resolve
 from gateway.types import FAMILIES
@@ -120,7 +120,9 @@ def _readiness(config: Config) -> Iterator[str]:
 def _limits(config: Config) -> Iterator[str]:
     admission, total = config.admission, sum(group.ranks for group in config.groups)
     per_rank = admission.max_in_flight_per_rank
-    if per_rank is not None and per_rank * total < admission.max_in_flight:
+    # What is queued counts too, and so does what waits for another one's answer.
+    waits = config.scheduling.mode != "direct" or (config.response_cache is not None and config.response_cache.coalesce)
+    if per_rank is not None and per_rank * total < admission.max_in_flight and not waits:
         yield (
             f"admission.max_in_flight {admission.max_in_flight} is never reached:"
             f" {total} ranks x max_in_flight_per_rank {per_rank} = {total * per_rank}"

@@ -140,11 +140,15 @@ class Queue(Strict, frozen=True, kw_only=True):
         Meta(description="after timeout_s: end with QUEUE_TIMEOUT, or go behind all requests that are in time"),
     ] = "reject"
     allow_timeout_override: Annotated[
-        bool, Meta(description="let a call's `x-queue-timeout-ms` shorten timeout_s (never lengthen it)")
+        bool,
+        Meta(description="let a call's `x-queue-timeout-ms` end its wait earlier (never later) than timeout_s"),
     ] = True
     levels: Annotated[tuple[QueueLevel, ...], Meta(description="exceptions by priority", max_length=64)] = ()
     no_rank_wait_s: Annotated[
-        NonNegativeSeconds, Meta(description="how long requests wait while no rank is READY, e.g. in a rolling restart")
+        NonNegativeSeconds,
+        Meta(
+            description="how long requests wait while no rank that could take them is READY, e.g. in a rolling restart"
+        ),
     ] = 5.0
     hold_until_queued: Annotated[
         Count | None, Meta(description="send nothing before this many are queued for the first time; for tests")

@@ -1,4 +1,4 @@
-"""Rules and remarks on what happens between a request's arrival and its rank, and on the order of answers.
+"""Rules on what happens between a request's arrival and its rank, and on the order of answers.
 
 A key that another one switches off is an error, unless it says what its default says anyway: `effective_config` writes
 every key out, and its result must stay a valid file.
@@ -14,13 +14,16 @@ from gateway.config.scheduling import Batch, Preserve, Queue, Slo
 from gateway.config.schema import Config
 from gateway.core.formula import FormulaError
 from gateway.core.predictor_formula import compile_prefill, compile_step
-from gateway.core.presets import PRESETS
+from gateway.core.presets import PRESETS, resolve
+from gateway.core.response_cache import SMALLEST_BYTES
 
 _QUEUE: Loc = ("scheduling", "queue")
 _BATCH: Loc = ("scheduling", "batch")
 _PREDICTED = frozenset({"queued_ms", "prefill_ms", "step_ms", "mean_out_tokens"})
 """Variables of cost formulas that mean nothing without a prefill model."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LEAST_PRIORITY, _MOST_PRIORITY = -(2**31), 2**31 - 1
+"""What a request's field can carry."""
 _NEEDED = "needs a predictor: set predictor.prefill_ms"
 
 
@@ -33,6 +36,7 @@ def check_scheduling(config: Config) -> Iterator[Problem]:
     yield from _check_batch(config)
     yield from _check_slo(config)
     yield from _check_order_of_answers(config)
+    yield from _check_response_cache(config)
 
 
 def _check_cost(config: Config) -> Iterator[Problem]:
@@ -92,8 +96,10 @@ def _check_queue(config: Config) -> Iterator[Problem]:
         for name in ("gate_steps", "gate_ms"):
             if getattr(queue, name) != getattr(defaults, name):
                 yield Problem((*_QUEUE, name), f"'{name}' {_NEEDED}, or gate_tokens in its place", at_key=True)
-    elif queue.gate_ms is not None and queue.gate_steps != defaults.gate_steps:
-        yield Problem((*_QUEUE, "gate_steps"), "'gate_steps' has no effect with gate_ms; set one of them", at_key=True)
+    elif queue.gate_ms is not None:
+        for name in ("gate_steps", "gate_tokens"):
+            if getattr(queue, name) != getattr(defaults, name):
+                yield Problem((*_QUEUE, name), f"'{name}' has no effect with gate_ms; set one of them", at_key=True)
     if not queue.hold_ratio and config.scheduling.mode != "direct":
         why = "no hold_ratio; set scheduling.queue.hold_ratio"
         yield from _without_effect(_QUEUE, queue, defaults, why, only=("max_hold_s",))
@@ -103,11 +109,51 @@ def _check_queue(config: Config) -> Iterator[Problem]:
             "order hrrn keeps no request back: its ratio grows while it waits; set hold_ratio: 0 or another order",
             at_key=True,
         )
+    if queue.hold_ratio and not _has_costs(config):
+        yield Problem(
+            (*_QUEUE, "hold_ratio"),
+            "'hold_ratio' compares costs, and this policy has none; set policy.cost or another preset, or leave it out",
+            at_key=True,
+        )
+    yield from _check_time_outs(queue)
+    yield from _check_hold_until(config)
     yield from _check_priorities((*_QUEUE, "levels"), [level.priority for level in queue.levels])
+
+
+def _has_costs(config: Config) -> bool:
+    try:
+        return resolve(config.policy).formula is not None
+    except ValueError:
+        return True  # that it is no policy is said elsewhere
+
+
+def _check_time_outs(queue: Queue) -> Iterator[Problem]:
+    """What is done after a time-out needs one. A call's own is none of the queue's: it ends the call."""
+    why = "has no effect without a time-out; set timeout_s, or leave it out"
+    inherited = (None, queue.timeout_action)
+    uses_own = any(level.timeout_s is not None and level.timeout_action in inherited for level in queue.levels)
+    if queue.timeout_action != Queue().timeout_action and queue.timeout_s is None and not uses_own:
+        yield Problem((*_QUEUE, "timeout_action"), f"'timeout_action' {why}", at_key=True)
+    for number, level in enumerate(queue.levels):
+        if level.timeout_action not in inherited and level.timeout_s is None and queue.timeout_s is None:
+            yield Problem((*_QUEUE, "levels", number, "timeout_action"), f"'timeout_action' {why}", at_key=True)
+
+
+def _check_hold_until(config: Config) -> Iterator[Problem]:
+    number, admission = config.scheduling.queue.hold_until_queued, config.admission
+    for name in ("max_queue_depth", "max_in_flight"):
+        limit: int = getattr(admission, name)
+        if number is not None and number > limit:
+            yield Problem(
+                (*_QUEUE, "hold_until_queued"),
+                f"{number} are never queued, so nothing would ever be sent: admission.{name} is {limit}",
+            )
 
 
 def _check_priorities(loc: Loc, priorities: list[int]) -> Iterator[Problem]:
     for number, priority in enumerate(priorities):
+        if not _LEAST_PRIORITY <= priority <= _MOST_PRIORITY:
+            yield Problem((*loc, number, "priority"), f"no request has priority {priority}: it must fit 32 bits")
         if (first := priorities.index(priority)) != number:
             yield Problem((*loc, number, "priority"), f"priority {priority} is in {loc[-1]}[{first}] already")
 
@@ -137,8 +183,20 @@ def _check_slo(config: Config) -> Iterator[Problem]:
     if slo.mode == "off":
         why = "slo.mode off; set slo.mode: shadow or enforce"
         yield from _without_effect(("slo",), slo, Slo(), why, only=("margin_ms",))
+    elif slo.ttft:
+        longest = longest_objective_ms(slo)
+        if slo.margin_ms >= longest:
+            yield Problem(
+                ("slo", "margin_ms"),
+                f"{slo.margin_ms:g} ms leave nothing of the longest objective, {longest:g} ms: no request would be in time",
+            )
     yield from _check_objectives(slo)
     yield from _check_priorities(("slo", "priorities"), [item.priority for item in slo.priorities])
+
+
+def longest_objective_ms(slo: Slo) -> float:
+    """The longest objective that a request can have; priorities that are not listed have a factor of 1."""
+    return max(bucket.ttft_ms for bucket in slo.ttft) * max(1.0, *(item.factor for item in slo.priorities), 0.0)
 
 
 def _check_objectives(slo: Slo) -> Iterator[Problem]:
@@ -186,88 +244,11 @@ def _check_order_of_answers(config: Config) -> Iterator[Problem]:
         )
 
 
-def scheduling_remarks(config: Config) -> Iterator[str]:
-    """Legal settings of these sections that may surprise, one sentence each."""
-    if config.scheduling.mode != "direct":
-        yield from _queue_remarks(config)
-        yield from _depth_remarks(config)
-    yield from _budget_remarks(config)
-    yield from _answer_remarks(config)
-
-
-def _queue_remarks(config: Config) -> Iterator[str]:
-    mode, queue, predictor = config.scheduling.mode, config.scheduling.queue, config.predictor
-    if config.gateways > 1:
-        yield (
-            f"scheduling.mode {mode} with gateways {config.gateways}: each gateway orders its own requests only, and the"
-            " gain of late binding is lost; direct is the mode for several gateways"
-        )
-    for group in config.groups:
-        if group.coupled:
-            yield f"group {group.name} is coupled: scheduling.mode {mode} was not tested with ranks that step together"
-    if predictor is None:
-        yield (
-            f"scheduling.mode {mode} without predictor.prefill_ms is not calibrated: order and gate count prompt tokens"
-            " instead of time"
-        )
-    elif predictor.step_ms is None and queue.gate_ms is None:
-        yield "predictor.step_ms is not set: gate_steps counts in each rank's measured time between batches"
-    if queue.max_wait_s is None:
-        yield (
-            "scheduling.queue.max_wait_s null: nothing ends the wait of requests that others keep overtaking, such as"
-            " those of low priority"
-        )
-    if queue.hold_until_queued is not None:
-        yield (
-            f"scheduling.queue.hold_until_queued {queue.hold_until_queued} is for tests: nothing is sent before that"
-            " many are queued"
-        )
-
-
-def _depth_remarks(config: Config) -> Iterator[str]:
-    admission, scheduling = config.admission, config.scheduling
-    depth = admission.max_queue_depth
-    if depth > admission.max_in_flight:
-        yield (
-            f"admission.max_queue_depth {depth} is never reached: max_in_flight {admission.max_in_flight} counts queued"
-            " sequences too"
-        )
-    for level in scheduling.queue.levels:
-        if level.max_depth is not None and level.max_depth > depth:
-            yield (
-                f"scheduling.queue.levels: max_depth {level.max_depth} of priority {level.priority} is never reached:"
-                f" admission.max_queue_depth is {depth}"
+def _check_response_cache(config: Config) -> Iterator[Problem]:
+    cache = config.response_cache
+    for name in ("max_bytes", "max_entry_bytes") if cache is not None else ():
+        limit: int = getattr(cache, name)
+        if limit < SMALLEST_BYTES:
+            yield Problem(
+                ("response_cache", name), f"{limit} bytes hold no answer: the smallest takes {SMALLEST_BYTES}"
             )
-    if scheduling.mode == "batch" and depth < scheduling.batch.max_requests:
-        yield (
-            f"scheduling.batch.max_requests {scheduling.batch.max_requests} is never reached: admission.max_queue_depth"
-            f" is {depth}"
-        )
-
-
-def _budget_remarks(config: Config) -> Iterator[str]:
-    admission, context = config.admission, config.model.max_context_tokens
-    for name in ("max_prompt_tokens", "max_kv_tokens"):
-        limit: int | None = getattr(admission, name)
-        if limit is not None and limit < context:
-            yield (
-                f"admission.{name} {limit} is below model.max_context_tokens {context}: single requests above it are"
-                " always refused"
-            )
-    for group in config.groups:
-        most = group.budget.max_requests
-        if most is not None and most < group.ranks:
-            yield f"group {group.name}: budget.max_requests {most} leaves some of its {group.ranks} ranks idle"
-    for tenant, settings in admission.tenants.named.items():
-        for name in ("max_in_flight", "max_prompt_tokens", "max_kv_tokens", "max_queue_depth"):
-            most, total = getattr(settings, name), getattr(admission, name)
-            if most is not None and total is not None and most > total:
-                yield f"admission.tenants.named.{tenant}: {name} {most} is never reached: admission.{name} is {total}"
-
-
-def _answer_remarks(config: Config) -> Iterator[str]:
-    last = config.slo.ttft[-1].max_prompt_tokens if config.slo.ttft else None
-    if last is not None and last < config.model.max_context_tokens:
-        yield f"slo.ttft: prompts of more than {last} tokens have no objective"
-    if config.ordering == "preserve" and config.gateways > 1:
-        yield f"ordering preserve with gateways {config.gateways}: each gateway keeps the order of its own answers only"

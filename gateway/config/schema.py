@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from gateway.config.failure import Failure
 from gateway.config.fields import (
     Bytes,
     Count,
@@ -23,8 +24,9 @@ from gateway.config.fields import (
     TokenId,
     Tokens,
 )
+from gateway.config.limits import Limits
 from gateway.config.scheduling import Admission, Predictor, Preserve, ResponseCache, Scheduling, Slo
-from gateway.config.security import Auth, Tls
+from gateway.config.security import Auth, ReloadSeconds, Tls
 from gateway.config.values import LogFormat, LogLevel
 from gateway.types import LoadSemantics, Protocol
 
@@ -54,7 +56,8 @@ class Listen(Strict, frozen=True, kw_only=True):
     admin: Annotated[Port, Meta(description="operators: AdminService")] = "127.0.0.1:50052"
     metrics: Annotated[Port | None, Meta(description="Prometheus; null switches it off")] = "127.0.0.1:9090"
     transport: Annotated[
-        Literal["grpcio"], Meta(description="gRPC server implementation; grpcio is the only one in this version")
+        Literal["grpcio", "fast"],
+        Meta(description="server of both gRPC listeners: grpcio, or our own, made for streams of small messages"),
     ] = "grpcio"
     max_message_bytes: Annotated[Bytes, Meta(description="largest gRPC message in either direction")] = 64 * 1024 * 1024
     keepalive: Keepalive = Keepalive()
@@ -95,6 +98,19 @@ class GroupBudget(Strict, frozen=True, kw_only=True):
     max_kv_tokens: Annotated[Tokens | None, Meta(description="prompt + max_tokens of what is in flight")] = None
 
 
+class Coordinator(Strict, frozen=True, kw_only=True):
+    """The coordinator of a group of vLLM ranks, which the gateway is. Other ranks have none."""
+
+    enabled: Annotated[
+        bool,
+        Meta(description="ranks report every change of their load by themselves, also when they become idle"),
+    ] = True
+    meeting_host: Annotated[
+        str | None,
+        Meta(description="coupled: IP address of the first rank's host, where the ranks meet; null: sockets.host"),
+    ] = None
+
+
 class Group(Strict, frozen=True, kw_only=True):
     """Ranks with the same model and configuration that dial one handshake address."""
 
@@ -116,9 +132,15 @@ class Group(Strict, frozen=True, kw_only=True):
         ),
     ] = False
     sockets: Sockets = Sockets()
+    coordinator: Coordinator = Coordinator()
     budget: Annotated[GroupBudget, Meta(description="what may be in flight on the group's ranks together")] = (
         GroupBudget()
     )
+
+    @property
+    def has_waves(self) -> bool:
+        """Whether its ranks sleep and wake together and the gateway wakes them: vLLM's way of lockstep."""
+        return self.coupled and self.protocol == "vllm"
 
 
 class TieTolerance(Strict, frozen=True, kw_only=True):
@@ -184,37 +206,6 @@ class Load(Strict, frozen=True, kw_only=True):
     ] = 2.0
 
 
-class Limits(Strict, frozen=True, kw_only=True):
-    """Bounds on one request and one connection."""
-
-    default_deadline_s: Annotated[Seconds | None, Meta(description="deadline of requests that bring none")] = None
-    max_request_age_s: Annotated[
-        Seconds | None, Meta(description="age at which a request ends whatever it waits for; null: never")
-    ] = 3600.0
-    max_streams_per_connection: Annotated[Count, Meta(description="concurrent streams on one connection")] = 1024
-    max_n: Annotated[int, Meta(ge=1, le=1024, description="largest n (sequences per request)")] = 64
-    max_logprobs: Annotated[int, Meta(ge=0, le=128, description="largest number of logprobs per token")] = 20
-    max_stop_token_ids: Annotated[
-        int, Meta(ge=0, le=4096, description="largest number of stop token ids per request")
-    ] = 256
-    max_request_id_bytes: Annotated[
-        int, Meta(ge=1, le=4096, description="longest request id that a client may choose")
-    ] = 256
-    max_stream_buffer_bytes: Annotated[
-        Bytes, Meta(description="unsent output of one sequence before its reader is ended")
-    ] = 1024 * 1024
-
-
-class Failure(Strict, frozen=True, kw_only=True):
-    """What happens to requests whose rank is lost, or could not be reached."""
-
-    reroute: Annotated[bool, Meta(description="send those without a token to another rank")] = True
-    resume: Annotated[
-        bool, Meta(description="let another rank go on with greedy ones that have tokens; calls may decline it")
-    ] = True
-    max_attempts: Annotated[Count, Meta(description="ranks tried per sequence, the first one included")] = 3
-
-
 class Drain(Strict, frozen=True, kw_only=True):
     """What happens between SIGTERM and exit."""
 
@@ -222,6 +213,17 @@ class Drain(Strict, frozen=True, kw_only=True):
         0.0
     )
     grace_s: Annotated[NonNegativeSeconds, Meta(description="time that live requests get to end")] = 30.0
+
+
+class Reload(Strict, frozen=True, kw_only=True):
+    """How a change of this file is noticed; SIGHUP and `AdminService.ReloadConfig` reload it in any case."""
+
+    watch_interval_s: Annotated[
+        ReloadSeconds | None,
+        Meta(
+            description="time between two looks at the file; it is read once it has stayed the same between two; null: none"
+        ),
+    ] = 2.0
 
 
 class Observability(Strict, frozen=True, kw_only=True):
@@ -263,4 +265,5 @@ class Config(Strict, frozen=True, kw_only=True):
     limits: Limits = Limits()
     failure: Failure = Failure()
     drain: Drain = Drain()
+    reload: Reload = Reload()
     observability: Observability = Observability()

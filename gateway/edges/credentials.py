@@ -140,12 +140,20 @@ class Watched(Generic[ValueT]):
 
 
 class TlsFiles:
-    """Certificates and key that fit together. `context` is for TLS in Python, `for_grpc` for the gRPC library."""
+    """Certificates and key that fit together, for HTTP/1.1 and HTTP/2 in Python and, by `for_grpc`, for the gRPC library."""
 
-    __slots__ = ("_certificates", "_client_cas", "_key", "context")
+    __slots__ = ("_certificates", "_client_cas", "_key", "context", "http2_context")
 
-    def __init__(self, context: ssl.SSLContext, certificates: bytes, key: bytes, client_cas: bytes | None) -> None:
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        http2_context: ssl.SSLContext,
+        certificates: bytes,
+        key: bytes,
+        client_cas: bytes | None,
+    ) -> None:
         self.context = context
+        self.http2_context = http2_context
         self._certificates = certificates
         self._key = key
         self._client_cas = client_cas
@@ -182,12 +190,18 @@ def grpc_credentials(watched: Watched[TlsFiles], *, needs_client: bool) -> grpc.
 
 
 def _make_tls(tls: Tls, certificates: bytes, key: bytes, client_cas: bytes | None = None) -> TlsFiles:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
     if _BEGIN_CERTIFICATE not in certificates:
         raise CredentialsError(f"listen.tls.cert_file: {tls.cert_file} has no PEM certificate")
     if _END_OF_KEY_NAME not in key:
         raise CredentialsError(f"listen.tls.key_file: {tls.key_file} has no PEM private key")
+    http2_context = _make_context(tls, client_cas)
+    http2_context.set_alpn_protocols(["h2"])
+    return TlsFiles(_make_context(tls, client_cas), http2_context, certificates, key, client_cas)
+
+
+def _make_context(tls: Tls, client_cas: bytes | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(tls.cert_file, tls.key_file, password=_no_passphrase)
     except CredentialsError:
@@ -203,7 +217,7 @@ def _make_tls(tls: Tls, certificates: bytes, key: bytes, client_cas: bytes | Non
         except (OSError, ValueError):  # an SSLError is an OSError, a UnicodeDecodeError a ValueError
             problem = f"listen.tls.client_ca_file: {tls.client_ca_file} is not a whole file of PEM certificates"
             raise CredentialsError(problem) from None
-    return TlsFiles(context, certificates, key, client_cas)
+    return context
 
 
 def _no_passphrase() -> NoReturn:

@@ -8,7 +8,7 @@ ends leave in the order in which the core lists them, which is the preserved ord
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from gateway.core.effects import (
@@ -16,10 +16,14 @@ from gateway.core.effects import (
     AuditFound,
     Dispatch,
     Effect,
+    ProbeRank,
+    RankRemoved,
     RankStateChanged,
+    RenewIncarnation,
     RequestAccepted,
     RequestEnded,
     RequestRefused,
+    StartWave,
 )
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import Event, RequestArrived, RequestCancelled, Tick
@@ -52,8 +56,20 @@ class Link(Protocol):
         """Hand an ADD to the rank; failures come back as events."""
         ...
 
+    def renew(self, rank: int, incarnation: int) -> None:
+        """Begin the next incarnation of a rank whose sockets are kept; it comes back as `RankRenewed`."""
+        ...
+
+    def start_wave(self, ranks: Iterable[int], wave: int) -> None:
+        """Make the ranks of a lockstep group step, as far as they are there."""
+        ...
+
     def abort(self, rank: int, incarnation: int, wire_ids: list[str]) -> None:
         """Hand an ABORT to the rank, behind every earlier ADD of that rank."""
+        ...
+
+    def remove(self, rank: int) -> None:
+        """The rank is configured no more: close its sockets and forget it."""
         ...
 
 
@@ -167,9 +183,21 @@ class Driver:
             case Dispatch(rank, incarnation, request):
                 assert self.link is not None
                 self.link.send(rank, incarnation, request)
+            case ProbeRank(rank, incarnation, request):
+                assert self.link is not None
+                self.link.send(rank, incarnation, request)
+            case RenewIncarnation(rank, incarnation):
+                assert self.link is not None
+                self.link.renew(rank, incarnation)
+            case StartWave(ranks, wave):
+                assert self.link is not None
+                self.link.start_wave(ranks, wave)
             case AbortOnRank(rank, incarnation, wire_ids):
                 assert self.link is not None
                 self.link.abort(rank, incarnation, list(wire_ids))
+            case RankRemoved(rank):
+                assert self.link is not None
+                self.link.remove(rank)
             case RequestEnded():
                 pass  # the core has listed the request among its output, where its end belongs
             case RankStateChanged():

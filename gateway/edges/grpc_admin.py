@@ -16,6 +16,7 @@ from gateway.edges.grpc_context import RpcContext
 from gateway.edges.grpc_methods import Service, unary
 from gateway.edges.grpc_ranks import RankFeed
 from gateway.edges.grpc_request import RequestReader
+from gateway.edges.reload import Reloader, Result, fingerprint
 from gateway.v1 import admin_pb2
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ MAX_ANSWER_BYTES = 3 * 1024 * 1024
 class AdminService:
     """The servicer. `service` is what a transport serves."""
 
-    def __init__(self, config: Config, driver: "Driver") -> None:
+    def __init__(self, config: Config, driver: "Driver", reloader: Reloader | None = None) -> None:
         self._config = config
         self._driver = driver
+        self._reloader = reloader
         self._reader = RequestReader(config)
         self._ranks = RankFeed(driver)
         self.service = Service(
@@ -46,8 +48,15 @@ class AdminService:
                 unary("DrainRank", admin_pb2.DrainRankRequest, self.drain_rank),
                 unary("UndrainRank", admin_pb2.UndrainRankRequest, self.undrain_rank),
                 unary("FlushResponseCache", admin_pb2.FlushResponseCacheRequest, self.flush_response_cache),
+                unary("ReloadConfig", admin_pb2.ReloadConfigRequest, self.reload_config),
             ),
+            self.configure,
         )
+
+    def configure(self, config: Config) -> None:
+        """Show and go by this configuration from now on."""
+        self._config = config
+        self._reader.configure(config)
 
     async def get_effective_config(
         self, _: admin_pb2.GetEffectiveConfigRequest, __: RpcContext
@@ -59,7 +68,19 @@ class AdminService:
             config=to_struct(effective),
             json=text.decode(),
             sha256=hashlib.sha256(text).hexdigest(),
+            last_reload=_reload_message(self._reloader),
         )
+
+    async def reload_config(self, _: admin_pb2.ReloadConfigRequest, __: RpcContext) -> admin_pb2.ReloadConfigResponse:
+        """Put the file in force, or say why not."""
+        if self._reloader is None:
+            raise GatewayError(Reason.CONFIG_NOT_APPLIED, "this gateway was not started from a configuration file")
+        outcome = await self._reloader.reload("ReloadConfig")
+        reason = _RELOAD_REASONS.get(outcome.result)
+        if reason is not None:
+            is_retryable = reason is Reason.CONFIG_NOT_APPLIED
+            raise GatewayError(reason, "; ".join(outcome.problems), retryable=is_retryable, result=outcome.result)
+        return admin_pb2.ReloadConfigResponse(reload=_reload_message(self._reloader), sha256=fingerprint(self._config))
 
     async def explain(self, request: admin_pb2.ExplainRequest, context: RpcContext) -> admin_pb2.ExplainResponse:
         """Decide for a request that is not sent."""
@@ -134,6 +155,27 @@ class AdminService:
                 valid_max=last,
             )
         return request.rank
+
+
+_RELOAD_REASONS: dict[Result, Reason] = {
+    "invalid": Reason.CONFIG_INVALID,
+    "refused": Reason.CONFIG_NEEDS_RESTART,
+    "failed": Reason.CONFIG_NOT_APPLIED,
+}
+
+
+def _reload_message(reloader: Reloader | None) -> admin_pb2.Reload | None:
+    """The last reload; None if there was none."""
+    last = reloader.last if reloader is not None else None
+    if last is None:
+        return None
+    return admin_pb2.Reload(
+        result=admin_pb2.ReloadResult.Value(f"RELOAD_RESULT_{last.result.upper()}"),
+        cause=last.cause,
+        at_unix_s=last.at_unix_s,
+        changed=last.changed,
+        problems=last.problems,
+    )
 
 
 def to_struct(value: Mapping[str, object]) -> struct_pb2.Struct:

@@ -1,15 +1,54 @@
 """The part of a gRPC server's call context that servicers may use.
 
-Every servicer takes an `RpcContext`, so that any gRPC transport can serve them: the methods here are those that
-`grpc.aio.ServicerContext` documents, with its meaning, and no others.
+Every servicer takes an `RpcContext`, so that any gRPC transport can serve them: but for `accepted`, which is the
+gate's (`gateway.edges.grpc_gate`), the methods here are those that `grpc.aio.ServicerContext` documents, with its
+meaning, and no others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 import grpc
 
 Metadata = Sequence[tuple[str, str | bytes]]
+
+
+class Watchable(Protocol):
+    """A response stream that can stand still.
+
+    `writes` counts the beginnings and ends of writes, so it is odd while one is under way. `idle_since` is when the last
+    thing that the stream was open for ended, in seconds of the gate's clock; None for what is never idle.
+    """
+
+    writes: int
+    idle_since: float | None
+
+    def end_stalled(self) -> None:
+        """The client has not taken a write for too long: end what is live, and let go of what is unsent."""
+        ...
+
+    def end_idle(self) -> None:
+        """Nothing has happened for too long: end the stream."""
+        ...
+
+
+class Outlet(Protocol):
+    """A response stream that takes messages at once, also from outside of the call's handler.
+
+    While `is_ready`, a message goes out at once; one that is pushed when it is not waits in the transport.
+    """
+
+    is_ready: bool
+
+    def push(self, message: bytes) -> None:
+        """Send one serialised response message."""
+        ...
+
+
+def outlet_of(context: "RpcContext", on_ready: Callable[[], None]) -> Outlet | None:
+    """The call's outlet, None where the transport has none. `on_ready` is called when it is ready again."""
+    open_outlet: Callable[[Callable[[], None]], Outlet] | None = getattr(context, "outlet", None)
+    return None if open_outlet is None else open_outlet(on_ready)
 
 
 class RpcContext(Protocol):
@@ -37,4 +76,8 @@ class RpcContext(Protocol):
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         """End the call with an error status. Raises `grpc.aio.AbortError`, which the handler lets pass."""
+        ...
+
+    def accepted(self, stream: Watchable | None = None) -> None:
+        """The call's work has begun: an error from here on is no refusal. `stream` is ended when it stands still."""
         ...

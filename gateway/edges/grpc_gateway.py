@@ -10,6 +10,7 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.core.request import Sequence
 from gateway.edges.grpc_context import RpcContext
 from gateway.edges.grpc_encode import encode_head, encode_output
+from gateway.edges.grpc_gate import CallGate
 from gateway.edges.grpc_many import ManyStream
 from gateway.edges.grpc_methods import Service, bidi, server_stream, unary
 from gateway.edges.grpc_ranks import RankFeed
@@ -45,8 +46,9 @@ class GenerateStream(StreamWriter):
 class GatewayService:
     """The servicer. `service` is what a transport serves."""
 
-    def __init__(self, config: Config, driver: "Driver") -> None:
+    def __init__(self, config: Config, driver: "Driver", gate: CallGate) -> None:
         self._driver = driver
+        self._gate = gate
         self._reader = RequestReader(config)
         self._max_live_per_stream = config.limits.max_streams_per_connection
         self._ranks = RankFeed(driver)
@@ -62,6 +64,7 @@ class GatewayService:
                 unary("ListRanks", gateway_pb2.ListRanksRequest, self.list_ranks),
                 server_stream("WatchRanks", gateway_pb2.WatchRanksRequest, self.watch_ranks),
             ),
+            self._reader.configure,
         )
 
     async def generate(self, request: gateway_pb2.GenerateRequest, context: RpcContext) -> None:
@@ -79,7 +82,9 @@ class GatewayService:
     ) -> None:
         """Run many requests over one stream. Their ids are the stream's own."""
         client_key = f"many-{next(self._stream_numbers)}"
-        stream = ManyStream(self._driver, self._reader, client_key=client_key, max_live=self._max_live_per_stream)
+        stream = ManyStream(
+            self._driver, self._reader, self._gate, client_key=client_key, max_live=self._max_live_per_stream
+        )
         if self._closing is not None:
             raise self._closing
         self._many.add(stream)

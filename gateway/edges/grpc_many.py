@@ -2,15 +2,17 @@
 
 One task reads instructions, the handler itself writes. Everything is bounded: live requests by
 `limits.max_streams_per_connection`, unsent refusals by a constant at which reading pauses, and unsent tokens by the
-core, per sequence, as for any other sink.
+core, per sequence, as for any other sink. A stream that stands still, or has nothing live for long, is ended.
 """
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from gateway.core.errors import GatewayError, Reason
+from gateway.core.refusals import ended_by
 from gateway.core.request import Request, Sequence
 from gateway.edges.grpc_context import RpcContext
 from gateway.edges.grpc_encode import FULL_MESSAGE_BYTES, encode_head, encode_many, encode_output
@@ -21,6 +23,7 @@ from gateway.v1 import gateway_pb2
 
 if TYPE_CHECKING:
     from gateway.edges.driver import Driver
+    from gateway.edges.grpc_gate import CallGate
 
 MAX_UNSENT_REFUSALS = 256
 
@@ -38,8 +41,11 @@ class ManyStream(StreamSink):
 
     rpc = "gateway.v1.GatewayService/GenerateMany"
 
-    def __init__(self, driver: "Driver", reader: RequestReader, *, client_key: str, max_live: int) -> None:
+    def __init__(
+        self, driver: "Driver", reader: RequestReader, gate: "CallGate", *, client_key: str, max_live: int
+    ) -> None:
         super().__init__()
+        self._gate = gate
         self._driver = driver
         self._reader = reader
         self._client_key = client_key
@@ -47,6 +53,7 @@ class ManyStream(StreamSink):
         self._live: dict[str, Request] = {}
         self._heads: dict[Sequence, bytes] = {}
         self._refusals: list[bytes] = []
+        self._refused_at: list[float] = []
         # What did not fit the message that its sequence's outbox was taken for.
         self._rest: list[bytes] = []
         self._has_room = asyncio.Event()
@@ -56,6 +63,8 @@ class ManyStream(StreamSink):
     async def serve(self, requests: AsyncIterator[gateway_pb2.GenerateManyRequest], context: RpcContext) -> None:
         """Run the stream to its end. Whatever is still live when it ends early is cancelled."""
         call = self._reader.call(context, self._driver.clock())
+        self.idle_since = self._gate.clock()
+        context.accepted(self)
         # No task group: what the transport raises must reach the caller as it is.
         reading = asyncio.create_task(self._read(requests, call))
         reading.add_done_callback(lambda _: self.wake())
@@ -80,6 +89,25 @@ class ManyStream(StreamSink):
         self._is_reading = False
         self.wake()
 
+    def end_idle(self) -> None:
+        """See `Watchable`."""
+        self.finish(
+            GatewayError(
+                Reason.STREAM_IDLE,
+                "the stream had no live request for limits.idle_stream_timeout_s; open another one when there is one",
+                retryable=True,
+            )
+        )
+
+    def end_stalled(self) -> None:
+        """See `Watchable`. Nothing more is written of what was live; each request's end still is, and then the stream's."""
+        for request in list(self._live.values()):
+            self._driver.cancel(request, Reason.SLOW_READER)
+        # Of requests that had ended well before, output is lost as well: the stream's status says so.
+        self.pending = deque(item for item in self.pending if isinstance(item, Request))
+        self._rest.clear()
+        self.finish(ended_by(Reason.SLOW_READER))
+
     async def _read(self, requests: AsyncIterator[gateway_pb2.GenerateManyRequest], call: Call) -> None:
         try:
             async for instruction in requests:
@@ -97,6 +125,9 @@ class ManyStream(StreamSink):
             self.wake()
 
     def _obey(self, instruction: gateway_pb2.GenerateManyRequest, call: Call) -> None:
+        came_at = self._gate.clock()
+        if not self._live:
+            self.idle_since = came_at
         kind = instruction.WhichOneof("message")
         if kind == "abort_request_id":
             request = self._live.get(instruction.abort_request_id)
@@ -109,6 +140,7 @@ class ManyStream(StreamSink):
             self._start(instruction.start, call)
         except GatewayError as error:
             self._refusals.append(_encode_error(instruction.start.request_id, error))
+            self._refused_at.append(came_at)
             self.wake()
 
     def _start(self, request: gateway_pb2.GenerateRequest, call: Call) -> None:
@@ -120,6 +152,7 @@ class ManyStream(StreamSink):
                 Reason.DUPLICATE_REQUEST_ID, f"{request_id!r} has not ended on this stream", request_id=request_id
             )
         if len(self._live) >= self._max_live:
+            self._gate.hits["max_streams_per_connection"] += 1
             raise GatewayError(
                 Reason.GATEWAY_FULL,
                 f"{self._max_live} requests are live on this stream; wait for one to end or open another stream",
@@ -135,13 +168,16 @@ class ManyStream(StreamSink):
             sink=self,
         )
         self._live[request_id] = self._driver.submit(arrived)
+        self.idle_since = None
 
     async def _write(self, context: RpcContext, reading: "asyncio.Task[None]") -> None:
         while True:
             while self.pending or self._refusals or self._rest:
                 message = self._next_message()
                 if message:
+                    self.writes += 1
                     await context.write(message)
+                    self.writes += 1
             if reading.done():
                 reading.result()
             if not self._is_reading and not self._live:
@@ -152,6 +188,9 @@ class ManyStream(StreamSink):
         pending, heads = self.pending, self._heads
         outputs: list[bytes] = []
         errors, self._refusals = self._refusals, []
+        for came_at in self._refused_at:
+            self._gate.refused(came_at)
+        self._refused_at.clear()
         self._has_room.set()
         if self._rest:
             # Alone: a message has one entry per sequence, and there may be more of this one.
@@ -182,6 +221,8 @@ class ManyStream(StreamSink):
         """Forget a request whose output is out or in this message: its id is free again. Returns its error, if any."""
         request_id = request.arrived.request_id
         self._live.pop(request_id, None)
+        if not self._live:
+            self.idle_since = self._gate.clock()
         for sequence in request.sequences:
             self._heads.pop(sequence, None)
         request.unlink()

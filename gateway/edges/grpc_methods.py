@@ -14,6 +14,7 @@ import msgspec
 import structlog
 from google.protobuf.message import DecodeError, Message
 
+from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
 from gateway.edges.grpc_context import RpcContext
 from gateway.edges.grpc_status import abort_with
@@ -40,6 +41,8 @@ class Service(msgspec.Struct, frozen=True):
 
     name: str
     methods: tuple[Method, ...]
+    configure: Callable[[Config], None] = lambda _: None
+    """Go by another configuration from the next call on."""
 
 
 def unary(

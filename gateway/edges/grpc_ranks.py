@@ -40,6 +40,7 @@ class RankFeed:
 
     async def watch(self, context: RpcContext) -> None:
         """Write the list now and after changes. Raises the error given to `close` once that is called."""
+        context.accepted()
         seen = 0
         while self._closing_error is None:
             version, message = self.look(self._driver.clock())

@@ -14,7 +14,7 @@ import msgspec
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
-from gateway.core.validation import invalid
+from gateway.core.validation import invalid, prompt_too_long
 from gateway.edges.grpc_context import Metadata, RpcContext
 from gateway.types import Sampling
 from gateway.v1 import gateway_pb2
@@ -67,11 +67,16 @@ class RequestReader:
     """Turns calls and requests into `RequestArrived` for one configuration."""
 
     def __init__(self, config: Config) -> None:
-        self._max_context_tokens = config.model.max_context_tokens
-        self._default_deadline_s = config.limits.default_deadline_s
-        self._rank_count = sum(group.ranks for group in config.groups)
+        self.configure(config)
         self._id_prefix = f"rg-{secrets.token_hex(6)}-"
         self._id_numbers = itertools.count(1)
+
+    def configure(self, config: Config) -> None:
+        """Go by this configuration from the next call on."""
+        self._max_context_tokens = config.model.max_context_tokens
+        self._most_kv_tokens = _most_kv_tokens(config)
+        self._default_deadline_s = config.limits.default_deadline_s
+        self._rank_count = sum(group.ranks for group in config.groups)
 
     def call(self, context: RpcContext, now: float) -> Call:
         """Read metadata and deadline. `now` is in seconds of the driver's clock.
@@ -113,9 +118,19 @@ class RequestReader:
             )
         return call.pinned_rank if field is None else field
 
+    def prompt(self, token_ids: Any) -> list[int]:
+        """A copy of a message's repeated field. Raises PROMPT_TOO_LONG before it makes one that is too long."""
+        if len(token_ids) >= self._max_context_tokens:
+            raise prompt_too_long(len(token_ids), self._max_context_tokens - 1)
+        prompt: list[int] = token_ids[:]
+        return prompt
+
     def room(self, prompt_tokens: int) -> int:
-        """How many tokens the model's context leaves after a prompt; at least 1, so that the prompt is at fault."""
-        return max(1, self._max_context_tokens - prompt_tokens)
+        """How many tokens may follow a prompt where the request doesn't say: what the context and the budgets leave.
+
+        At least 1, so that the prompt is at fault.
+        """
+        return max(1, self._most_kv_tokens - prompt_tokens)
 
     def deadline_at(self, call: Call, now: float) -> float | None:
         """A request's deadline: its call's, else the default from `now` on."""
@@ -134,7 +149,7 @@ class RequestReader:
         sink: Any,
     ) -> RequestArrived:
         """Decode a `gateway.v1` request. Raises `GatewayError` for what no event can express."""
-        prompt = request.prompt_token_ids[:]
+        prompt = self.prompt(request.prompt_token_ids)
         sampling = request.sampling
         session_id = request.session_id
         if session_id and len(session_id.encode()) > MAX_SESSION_ID_BYTES:
@@ -181,6 +196,13 @@ class RequestReader:
         return GatewayError(
             Reason.INVALID_RANK, f"{message}; valid ranks are 0..{last}", rank=rank, valid_min=0, valid_max=last
         )
+
+
+def _most_kv_tokens(config: Config) -> int:
+    """The longest sequence, prompt included, that is let in at all: in the model's context and within the budgets."""
+    context = config.model.max_context_tokens
+    most = [context if group.budget.max_kv_tokens is None else group.budget.max_kv_tokens for group in config.groups]
+    return min(context, max(most), config.admission.max_kv_tokens or context)
 
 
 def read_sampling(sampling: gateway_pb2.Sampling, room: int) -> Sampling:

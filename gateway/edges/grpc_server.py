@@ -1,9 +1,8 @@
-"""The grpcio listeners: one for clients, one for operators.
+"""The gRPC listeners: one for clients, one for operators.
 
-Both serve tables of methods (`gateway.edges.grpc_methods`), health v1 and reflection. What is set here, and why:
-no port sharing (a second gateway on the same port would silently take half of the calls), a bound on messages,
-metadata and streams per connection, and keepalive that finds clients which vanished. Where tokens are asked for, a call
-is refused before any of its messages is read; only health is open to everyone, as probes bring none.
+Both serve tables of methods (`gateway.edges.grpc_methods`), health v1 and reflection. What the transport bounds is in
+`gateway.edges.grpc_transport`, what this gateway does by itself in `gateway.edges.grpc_gate`. Where tokens are asked for, a
+call is refused before any of its messages is read; only health is open to everyone, as probes bring none.
 """
 
 import asyncio
@@ -21,10 +20,14 @@ from gateway.edges import grpc_admin, grpc_gateway, grpc_health
 from gateway.edges.auth import FAILURES, Authenticator, Failure
 from gateway.edges.grpc_admin import AdminService
 from gateway.edges.grpc_context import RpcContext
+from gateway.edges.grpc_gate import CallContext, CallGate
 from gateway.edges.grpc_gateway import GatewayService
 from gateway.edges.grpc_health import HealthService
 from gateway.edges.grpc_methods import Method, Service, bidi
+from gateway.edges.grpc_options import MAX_ADMIN_CONNECTIONS, max_connections
 from gateway.edges.grpc_status import abort_with
+from gateway.edges.grpc_transport import RpcServer, make_server
+from gateway.edges.reload import Reloader
 from gateway.edges.security import Security
 
 if TYPE_CHECKING:
@@ -32,9 +35,6 @@ if TYPE_CHECKING:
 
 LIVENESS = "liveness"
 READINESS = "readiness"
-# gRPC's default soft limit for all request metadata together.
-_MAX_METADATA_BYTES = 16 * 1024
-_MS = 1000
 
 _BUILDERS = {
     "unary": grpc.unary_unary_rpc_method_handler,
@@ -59,15 +59,18 @@ class GrpcServers:
         driver: "Driver",
         engine_services: Sequence[Service] = (),
         security: Security | None = None,
+        reloader: Reloader | None = None,
     ) -> None:
         self._config = config
         self._security = Security(config.listen) if security is None else security
-        self._gateway = GatewayService(config, driver)
-        self._admin = AdminService(config, driver)
+        self.gate = CallGate(config)
+        self._gateway = GatewayService(config, driver, self.gate)
+        self._admin = AdminService(config, driver, reloader)
         self._health = HealthService()
         self._health.set(LIVENESS, is_serving=True)
         self._engine_services = tuple(engine_services)
-        self._servers: list[grpc.aio.Server] = []
+        self._servers: list[RpcServer] = []
+        self._watching: asyncio.Task[None] | None = None
         self.grpc_address = config.listen.grpc
         self.admin_address = config.listen.admin
 
@@ -78,11 +81,20 @@ class GrpcServers:
         listen = self._config.listen
         try:
             services = (self._gateway.service, *self._engine_services)
-            self.grpc_address = await self._serve("grpc", listen.grpc, services)
-            self.admin_address = await self._serve("admin", listen.admin, (self._admin.service,))
+            connections = max_connections(self._config)
+            self.grpc_address = await self._serve("grpc", listen.grpc, services, connections, self.gate)
+            connections = min(connections, MAX_ADMIN_CONNECTIONS)
+            self.admin_address = await self._serve("admin", listen.admin, (self._admin.service,), connections)
         except ListenError:
             await self._stop_servers(None)
             raise
+        self._watching = asyncio.create_task(self.gate.watch.run(), name="stream-watch")
+
+    def configure(self, config: Config) -> None:
+        """Go by another configuration from the next call on. Addresses and connections stay as they are."""
+        self.gate.configure(config)
+        for service in (self._gateway.service, self._admin.service, *self._engine_services):
+            service.configure(config)
 
     def set_ready(self, *, is_ready: bool) -> None:
         """Set the health of everything but `liveness`, which holds as long as the process answers."""
@@ -98,18 +110,29 @@ class GrpcServers:
         self._gateway.close(error)
         self._health.close(error)
         await self._stop_servers(grace_s)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
 
     async def _stop_servers(self, grace_s: float | None) -> None:
         async with asyncio.TaskGroup() as tasks:
             for server in self._servers:
                 tasks.create_task(server.stop(grace_s))
 
-    async def _serve(self, listener: str, address: str, services: Sequence[Service]) -> str:
-        server = grpc.aio.server(options=_options(self._config))
+    async def _serve(
+        self,
+        listener: str,
+        address: str,
+        services: Sequence[Service],
+        connections: int,
+        gate: CallGate | None = None,
+    ) -> str:
+        server, credentials = make_server(self._config, self._security, connections, self.gate.http2_faults)
         reflected = _reflection([reflection.SERVICE_NAME, *(service.name for service in services), grpc_health.NAME])
-        calls = _Calls((*services, reflected), self._health.service, self._security.authenticator(listener))
+        authenticator = self._security.authenticator(listener)
+        calls = _Calls((*services, reflected), self._health.service, authenticator, gate)
         server.add_generic_rpc_handlers((calls,))
-        credentials = self._security.grpc_credentials()
         bound = _bind(server, f"listen.{listener}", address, credentials)
         await server.start()
         self._servers.append(server)
@@ -119,12 +142,19 @@ class GrpcServers:
 class _Calls(grpc.GenericRpcHandler):
     """Finds what serves a call. The gRPC library asks when it has the headers and nothing else yet."""
 
-    def __init__(self, services: Sequence[Service], open_service: Service, authenticator: Authenticator | None) -> None:
-        self._handlers = _handlers(services)
-        self._open_handlers = _handlers((open_service,))
+    def __init__(
+        self,
+        services: Sequence[Service],
+        open_service: Service,
+        authenticator: Authenticator | None,
+        gate: CallGate | None,
+    ) -> None:
+        self._gate = gate
+        self._handlers = _handlers(services, gate)
+        self._open_handlers = _handlers((open_service,), None)
         self._authenticator = authenticator
         self._refusals = (
-            {} if authenticator is None else {failure: _refusal(authenticator, failure) for failure in FAILURES}
+            {} if authenticator is None else {failure: _unauthenticated(authenticator, failure) for failure in FAILURES}
         )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
@@ -137,23 +167,37 @@ class _Calls(grpc.GenericRpcHandler):
             failure = self._authenticator.check(handler_call_details.invocation_metadata)
             if failure is not None:
                 return self._refusals[failure]
+        if self._gate is not None:
+            error = self._gate.check_metadata(handler_call_details.invocation_metadata)
+            if error is not None:
+                return _refusal(error, self._gate)
         return self._handlers.get(method)
 
 
-def _handlers(services: Sequence[Service]) -> dict[str, Any]:
-    return {f"/{service.name}/{method.name}": _handler(method) for service in services for method in service.methods}
+def _handlers(services: Sequence[Service], gate: CallGate | None) -> dict[str, Any]:
+    return {
+        f"/{service.name}/{method.name}": _handler(method, gate) for service in services for method in service.methods
+    }
 
 
-def _handler(method: Method) -> Any:
+def _handler(method: Method, gate: CallGate | None) -> Any:
     # Without serialisers, as methods take and give bytes.
-    return _BUILDERS[method.kind](method.call)
+    return _BUILDERS[method.kind](method.call if gate is None else gate.open(method))
 
 
-def _refusal(authenticator: Authenticator, failure: Failure) -> Any:
-    """Answers any call with the failure's error. As a stream: those get their first message only when they ask for it."""
+# Answers to any call are streams: those get their first message only when they ask for it.
 
+
+def _unauthenticated(authenticator: Authenticator, failure: Failure) -> Any:
     async def refuse(_: AsyncIterator[bytes], context: Any) -> None:
         await abort_with(context, authenticator.refuse(failure, context.peer()))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _refusal(error: GatewayError, gate: CallGate) -> Any:
+    async def refuse(_: AsyncIterator[bytes], context: Any) -> None:
+        await abort_with(CallContext(context, gate), error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -171,7 +215,7 @@ def _reflection(names: Sequence[str]) -> Service:
     return Service(reflection.SERVICE_NAME, (method,))
 
 
-def _bind(server: grpc.aio.Server, setting: str, address: str, credentials: grpc.ServerCredentials | None) -> str:
+def _bind(server: RpcServer, setting: str, address: str, credentials: Any) -> str:
     host, _, port = address.rpartition(":")
     try:
         if credentials is None:
@@ -195,23 +239,3 @@ def _bind_problem(host: str, port: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _options(config: Config) -> list[tuple[str, Any]]:
-    listen, limits = config.listen, config.limits
-    keepalive = listen.keepalive
-    options: list[tuple[str, Any]] = [
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", listen.max_message_bytes),
-        ("grpc.max_send_message_length", listen.max_message_bytes),
-        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
-        ("grpc.keepalive_time_ms", round(keepalive.time_s * _MS)),
-        ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * _MS)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", round(keepalive.min_client_ping_s * _MS)),
-    ]
-    if keepalive.max_connection_age_s is not None:
-        options.append(("grpc.max_connection_age_ms", round(keepalive.max_connection_age_s * _MS)))
-        options.append(("grpc.max_connection_age_grace_ms", round(keepalive.max_connection_age_grace_s * _MS)))
-    return options

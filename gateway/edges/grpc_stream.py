@@ -3,20 +3,23 @@
 Output and ends are passed on in the order in which the driver brought them. Two rules keep this cheap and bounded:
 * a flush only notes that a sequence has something; the tokens are taken when the transport is ready for the next
   message. So whatever arrives during a slow write leaves as one message, and a reader that stands still keeps its
-  tokens in the outbox, where the core counts them against `limits.max_stream_buffer_bytes`;
-* no queue, no task and no protobuf object per token: one future per wait, bytes made by hand.
+  tokens in the outbox, where the core counts them against `limits.max_stream_buffer_bytes`, and for no longer than
+  `limits.reader_stall_timeout_s`, after which `end_stalled` is called;
+* no queue, no task and no protobuf object per token: one future per wait, bytes made by hand. Where the transport has
+  an outlet, not even that: a flush pushes the message itself, and the handler only waits for the end.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
+from gateway.core.refusals import ended_by
 from gateway.core.request import Request, Sequence
-from gateway.edges.grpc_context import Metadata, RpcContext
+from gateway.edges.grpc_context import Metadata, Outlet, RpcContext, outlet_of
 from gateway.edges.grpc_request import REQUEST_ID_KEY, Call
 from gateway.edges.grpc_status import abort_with
 from gateway.edges.waiting import queue_ms
@@ -40,6 +43,8 @@ class StreamSink:
         # In order; a request stands for its end. Each sequence at most once: the core marks it dirty, and its mark
         # stays until its outbox is taken.
         self.pending: deque[Sequence | Request] = deque()
+        self.writes = 0
+        self.idle_since: float | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
 
@@ -81,7 +86,16 @@ class StreamSink:
 
 
 class StreamWriter(StreamSink, ABC):
-    """Sends the output of one request on one response stream; a service's subclass knows the messages."""
+    """Sends the output of one request on one response stream; a service's subclass knows the messages.
+
+    `failure` is set when the client stood still for too long: then it is how the call ends, whatever the request did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failure: GatewayError | None = None
+        self._cancel: Callable[[Reason], None] | None = None
+        self._outlet: Outlet | None = None
 
     @abstractmethod
     def encode(self, sequence: Sequence) -> Iterable[bytes]:
@@ -94,8 +108,47 @@ class StreamWriter(StreamSink, ABC):
         """Messages that end the stream in order although the request has an error. None: the error is the status."""
         return None
 
+    def flush(self, sequence: Sequence) -> None:
+        """The sequence has tokens or a finish to send: at once, where the transport takes messages without a handler."""
+        outlet = self._outlet
+        if outlet is None:
+            super().flush(sequence)
+        elif outlet.is_ready and not self.pending:
+            self._push(outlet, sequence)
+        else:
+            # The handler goes on with it when the outlet is ready.
+            self.pending.append(sequence)
+
     async def run(self, context: RpcContext) -> None:
         """Write until the request has ended and everything of it is out."""
+        self._outlet = outlet_of(context, self._on_ready)
+        if self._outlet is None:
+            await self._write(context)
+            return
+        while self.failure is None and not self._push_pending(self._outlet):
+            await self.wait()
+
+    def _push(self, outlet: Outlet, sequence: Sequence) -> None:
+        for message in self.encode(sequence):
+            outlet.push(message)
+        if not outlet.is_ready:
+            self.writes += 1  # under way until `_on_ready`
+
+    def _push_pending(self, outlet: Outlet) -> bool:
+        """Push what waits as far as the transport takes it. True when the request's end is reached."""
+        pending = self.pending
+        while pending and outlet.is_ready:
+            item = pending.popleft()
+            if isinstance(item, Request):
+                return True
+            self._push(outlet, item)
+        return False
+
+    def _on_ready(self) -> None:
+        self.writes += 1
+        self.wake()
+
+    async def _write(self, context: RpcContext) -> None:
         pending = self.pending
         while True:
             while pending:
@@ -103,8 +156,33 @@ class StreamWriter(StreamSink, ABC):
                 if isinstance(item, Request):
                     return
                 for message in self.encode(item):
+                    self.writes += 1
                     await context.write(message)
+                    self.writes += 1
+                    if self.failure is not None:
+                        return
             await self.wait()
+
+    def watch(self, context: RpcContext, cancel: Callable[[Reason], None]) -> None:
+        """From here on the stream is ended when it stands still; `cancel` ends its request."""
+        self._cancel = cancel
+        context.accepted(self)
+
+    def end_stalled(self) -> None:
+        """See `Watchable`. The request may have ended well by now: its output was not read all the same."""
+        self.failure = ended_by(Reason.SLOW_READER)
+        if self._cancel is not None:
+            self._cancel(Reason.SLOW_READER)
+        self.pending.clear()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        super().close()
+        self._cancel = None
+        self._outlet = None
+
+    def end_idle(self) -> None:
+        """See `Watchable`; a stream with one request never is."""
 
 
 async def serve_request(
@@ -120,11 +198,12 @@ async def serve_request(
         request = driver.submit(arrived)
     except GatewayError as error:
         await abort_with(context, error, _id_metadata(arrived))
+    stream.watch(context, lambda reason: driver.cancel(request, reason))
     try:
         if call.request_id is not None:
             await context.send_initial_metadata(_id_metadata(arrived))
         await stream.run(context)
-        farewell = stream.farewell(request)
+        farewell = stream.farewell(request) if stream.failure is None else None
         for message in farewell or ():
             await context.write(message)
     finally:
@@ -133,8 +212,9 @@ async def serve_request(
         driver.cancel(request, call.early_end(driver.clock()))
     trailing = (*_id_metadata(arrived), *trailing_metadata(request))
     request.unlink()
-    if request.error is not None and farewell is None:
-        await abort_with(context, request.error, trailing)
+    failure = stream.failure or request.error
+    if failure is not None and farewell is None:
+        await abort_with(context, failure, trailing)
     context.set_trailing_metadata(trailing)
 
 

@@ -90,6 +90,8 @@ class LineLogger:
 
     lost: ClassVar[int] = 0
     """Lines that could not be written (whole) since start."""
+    threshold: ClassVar[int] = 0
+    """The least severe level that is written: loggers that were bound before it changed go by it too."""
 
     __slots__ = ("_outlet", "name")
 
@@ -138,18 +140,19 @@ def configure(level: LogLevel, log_format: LogFormat, stream: BinaryIO | None = 
     renderer = _render_json if log_format == "json" else _console_renderer(target)
     outlet = Outlet(target)
     structlog.configure(
-        processors=[renderer],
+        processors=[_drop_quiet, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *names: LineLogger(outlet, *names[:1]),
         # Not cached: a logger made before a second call would keep the first one's level.
         cache_logger_on_first_use=False,
     )
+    LineLogger.threshold = _NUMBERS[level.upper()]
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _ToStructlog)]:
         root.removeHandler(handler)
     root.addHandler(_ToStructlog())
     # Libraries narrate at info; what matters of it to an operator is a warning there.
-    root.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]))
+    root.setLevel(max(logging.WARNING, LineLogger.threshold))
 
 
 def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> None:
@@ -204,6 +207,15 @@ def _where_known(request: Request, attempts: list[Attempt]) -> dict[str, object]
 
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
+
+
+_NUMBERS = logging.getLevelNamesMapping()
+
+
+def _drop_quiet(_: WrappedLogger, method: str, fields: EventDict) -> EventDict:
+    if _NUMBERS[method.upper()] < LineLogger.threshold:
+        raise structlog.DropEvent
+    return fields
 
 
 def _render_json(logger: WrappedLogger, method: str, fields: EventDict) -> bytes:

@@ -10,6 +10,7 @@ with it other threads.
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import isnan
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -21,15 +22,18 @@ from gateway.config.schema import Config
 from gateway.core.counters import Counters
 from gateway.core.errors import Reason
 from gateway.core.events import BatchReceived
-from gateway.core.ranks import RankState
+from gateway.core.ranks import RankState, RankTable
 from gateway.core.request import Request
 from gateway.core.router import Router
 from gateway.edges import metrics_catalogue as catalogue
+from gateway.edges.grpc_gate import CallGate
 from gateway.edges.grpc_status import CODES
 from gateway.edges.logs import LineLogger
-from gateway.edges.metrics_families import Histogram, Series, make_family, make_histogram, series_of
+from gateway.edges.metrics_families import Histogram, Series, grow, make_family, make_histogram, per_rank, series_of
+from gateway.edges.metrics_reload import ReloadMetrics
 from gateway.edges.metrics_scheduling import SchedulingMetrics
 from gateway.edges.metrics_server import PageServer, serve_page
+from gateway.edges.reload import Reloader
 from gateway.edges.security import Security
 
 # The bounds are vLLM's, so that its panels line up; inter-token latency adds three finer ones.
@@ -63,12 +67,15 @@ class Metrics(Collector):
         link_counters: object,
         *,
         security: Security | None = None,
+        gate: CallGate | None = None,
+        reloader: Reloader | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
+        self._reload = ReloadMetrics(config, reloader)
         self._router = router
         self._link_counters = link_counters
         self._security = Security(config.listen) if security is None else security
+        self._gate = CallGate(config) if gate is None else gate
         self._clock = clock
         size = router.ranks.size
         self._ended: dict[tuple[str, str], int] = {}
@@ -82,6 +89,15 @@ class Metrics(Collector):
         self._rank_ttft_sum = [0.0] * size
         self._last_batch_at: list[float] = [0.0] * size
         self._server: PageServer | None = None
+
+    def configure(self, config: Config) -> None:
+        """Another configuration is in force. Numbers of ranks that are no more are kept: they may be used again."""
+        size = self._router.ranks.size
+        grow(self._rank_ttft_count, size)
+        grow(self._rank_ttft_sum, size)
+        grow(self._last_batch_at, size)
+        self._scheduling.configure(config)
+        self._reload.configure(config)
 
     # --- the event loop's side -------------------------------------------------------------------
 
@@ -176,6 +192,7 @@ class Metrics(Collector):
             _link_counters(self._link_counters),
             self._latency_families(),
             self._scheduling.families(self._clock()),
+            self._reload.families(),
         ):
             for family in families:
                 yield family
@@ -188,6 +205,10 @@ class Metrics(Collector):
         yield make_family(catalogue.LOG_LINES_LOST, [((), LineLogger.lost)])
         yield make_family(catalogue.AUTH_FAILURES, list(self._security.failures()))
         yield make_family(catalogue.CREDENTIAL_LOADS, list(self._security.loads()))
+        yield make_family(catalogue.CLIENT_STREAMS, [((), self._gate.streams)])
+        yield make_family(catalogue.CLIENT_CONNECTIONS, [((), self._gate.connections)])
+        yield make_family(catalogue.LIMIT_HITS, series_of(self._gate.hits))
+        yield make_family(catalogue.HTTP2_ERRORS, series_of(self._gate.http2_faults.counts))
         yield make_family(catalogue.REQUESTS, list(self._ended.copy().items()))
         yield make_family(catalogue.PROMPT_TOKENS, [((), self._prompt_tokens)])
         yield make_family(catalogue.CACHED_TOKENS, [((), self._cached_tokens)])
@@ -196,18 +217,16 @@ class Metrics(Collector):
         table = self._router.ranks
         ranks = range(table.size)
         for spec, read in catalogue.RANK_GAUGES:
-            values = [(rank, read(table, rank)) for rank in ranks]
+            values = per_rank(ranks, partial(read, table))
             yield make_family(spec, [((str(rank),), value) for rank, value in values if value is not None])
         states = table.state[:]
         yield make_family(
             catalogue.RANK_STATE,
-            [((str(rank), state.value), int(states[rank] is state)) for rank in ranks for state in RankState],
+            [((str(rank), state.value), int(has is state)) for rank, has in enumerate(states) for state in RankState],
         )
-        known = [(rank, info) for rank, info in enumerate(table.info[:]) if info is not None]
-        groups = [self._config.groups[number].name for number in table.group_of]
+        known = per_rank(ranks, partial(_rank_info, table))
         yield make_family(
-            catalogue.RANK_INFO,
-            [((str(rank), groups[rank], info.engine_version, str(table.incarnation[rank])), 1) for rank, info in known],
+            catalogue.RANK_INFO, [((str(rank), *labels), 1) for rank, labels in known if labels is not None]
         )
         now = self._clock()
         seen = [(rank, at) for rank, at in enumerate(table.snapshot_at[:]) if at is not None]
@@ -223,6 +242,7 @@ class Metrics(Collector):
     def _latency_families(self) -> Iterator[Metric]:
         yield make_histogram(catalogue.TTFT, [((), self._ttft)])
         yield make_histogram(catalogue.ITL, [((), self._itl)])
+        yield make_histogram(catalogue.REJECTION_DURATION, [((), self._gate.rejection_durations)])
         yield make_histogram(catalogue.DURATION, self._durations.copy().items())
         spec = catalogue.RANK_TTFT
         summary = SummaryMetricFamily(spec.full_name, spec.help, labels=spec.labels)
@@ -230,6 +250,14 @@ class Metrics(Collector):
         for rank in range(self._router.ranks.size):
             summary.add_metric((str(rank),), counts[rank], sums[rank])
         yield summary
+
+
+def _rank_info(table: RankTable, rank: int) -> tuple[str, str, str] | None:
+    """Group, engine version and incarnation; None before the first join."""
+    info = table.info[rank]
+    if info is None:
+        return None
+    return table.group_names[table.group_of[rank]], info.engine_version, str(table.incarnation[rank])
 
 
 def _core_counters(counters: Counters) -> Iterator[Metric]:

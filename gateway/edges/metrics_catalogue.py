@@ -74,6 +74,12 @@ RANK_GAUGES: tuple[RankGauge, ...] = (
     _gauge("rank_reported_requests_waiting", "Waiting requests as last reported.", _reported("reported_waiting")),
     _gauge("rank_kv_cache_usage_ratio", "KV cache in use by the last snapshot, 0 to 1.", _reported("kv_usage")),
     _gauge("rank_kv_capacity_tokens", "Tokens that the rank's KV cache can hold.", _capacity),
+    _gauge(
+        "rank_silence_seconds",
+        "Time with work in flight since the rank's last message.",
+        lambda t, r: t.silent_s[r],
+    ),
+    _gauge("rank_consecutive_failures", "Failures of the rank since its last success.", lambda t, r: t.failures[r]),
     _gauge("rank_send_blocked", "1 while frames to the rank wait for its socket.", lambda t, r: t.is_blocked[r]),
 )
 
@@ -84,6 +90,18 @@ RANK_STATE = Spec("rank_state", "gauge", "1 for the state that the rank is in, e
 RANK_COST = Spec("rank_cost", "gauge", "Cost of the rank in the newest decision.", ("rank",))
 SNAPSHOT_AGE = Spec("rank_snapshot_age_seconds", "gauge", "Time since the rank's last snapshot.", ("rank",))
 BUILD_INFO = Spec("build_info", "gauge", "1, with the version that runs.", ("version",))
+CONFIG_INFO = Spec("config_info", "gauge", "1, with the SHA-256 of the configuration in force.", ("sha256",))
+CONFIG_RELOADS = Spec(
+    "config_reload_total", "counter", "Reloads of the configuration file, by what became of them.", ("result",)
+)
+CONFIG_RELOADED = Spec(
+    "config_last_reload_successful", "gauge", "Whether the last reload (or the start) left the file in force."
+)
+CONFIG_RELOADED_AT = Spec(
+    "config_last_reload_success_timestamp_seconds",
+    "gauge",
+    "When the file was last found to be in force, since the epoch.",
+)
 LIVE = Spec("live_requests", "gauge", "Accepted requests that have not ended.")
 DRAINING = Spec("draining", "gauge", "1 while the gateway refuses new requests to shut down.")
 
@@ -106,40 +124,26 @@ LOG_LINES_LOST = Spec("log_lines_lost_total", "counter", "Log lines that could n
 AUTH_FAILURES = Spec(
     "auth_failures_total", "counter", "Calls and scrapes refused for their token.", ("listener", "reason")
 )
+CLIENT_STREAMS = Spec("client_streams", "gauge", "Open calls on `listen.grpc`, health checks aside.")
+CLIENT_CONNECTIONS = Spec("client_connections", "gauge", "Connections with an open call on `listen.grpc`.")
+LIMIT_HITS = Spec("limit_hits_total", "counter", "Calls and streams that met a limit of `limits`.", ("limit",))
+HTTP2_ERRORS = Spec(
+    "http2_errors_total",
+    "counter",
+    "Connections ended for what the client did, with `listen.transport: fast`.",
+    ("code",),
+)
+REJECTION_DURATION = Spec(
+    "rejection_duration_seconds",
+    "histogram",
+    "From a call's arrival at its handler to the refusal that it was answered with; on GenerateMany, of a request.",
+)
 CREDENTIAL_LOADS = Spec(
     "credential_loads_total",
     "counter",
     "States of the files of `listen.tls` or `listen.auth` that were taken, or could not be.",
     ("files", "outcome"),
 )
-
-LINK_EVENT_VALUES: dict[str, str] = {
-    "frames": "Messages received on ranks' output sockets.",
-    "controls": "Of these, messages that are neither batches nor noise: replies and wave control.",
-    "early_frames": "Messages from a rank that had not joined, or was lost; dropped.",
-    "index_mismatch": "Batches that name another engine index than their socket's.",
-    "adds": "Requests that a rank's socket took.",
-    "aborted_ids": "Requests to abort, sent or taken back before they left.",
-    "aborts_dropped": "Aborts for a rank that was gone.",
-    "send_blocked": "Times that a rank's socket took no more.",
-}
-LINK_FAULT_VALUES: dict[str, str] = {
-    "noise": "Messages that cannot have carried tokens.",
-    "faults": "Batches that could not be read in full.",
-    "load_faults": "Batches whose load report could not be used; their tokens were.",
-    "handshakes": "Steps of handshakes, and what went wrong in them.",
-    "lost": "Ranks lost, by how it showed.",
-    "send_failed": "Requests that a rank was not given.",
-    "state_faults": "Records in `state_dir` that could not be used or written.",
-}
-"""The values of `event`; reasons are those that `LinkCounters` declares."""
-AUTH_FAILURE_VALUES: dict[str, str] = {
-    "missing": "No token at all.",
-    "malformed": "The header is none of the scheme `Bearer`, or is there twice.",
-    "unknown": "No such token.",
-    "not_admin": "A token of a client on `listen.admin`.",
-}
-"""The values of `reason` of refused calls."""
 
 
 def _counter(name: str, help_text: str, *labels: str) -> Spec:
@@ -156,7 +160,7 @@ QUEUE_OUTCOME_VALUES: dict[str, str] = {
 QUEUE_DURATION = Spec(
     "queue_duration_seconds",
     "histogram",
-    "From a request's acceptance until its sequence was sent to a rank or ended without one.",
+    "From a request's acceptance until its sequence was first sent to a rank, or its outcome was known without one.",
     ("outcome",),
 )
 BATCH_SIZE = Spec("batch_size_sequences", "histogram", "Sequences in a batch that was sent to a rank.")
@@ -190,7 +194,7 @@ ORDERING: dict[str, Spec] = {
 RESPONSE_CACHE: dict[str, Spec] = {
     "entries": Spec("response_cache_entries", "gauge", "Answers stored."),
     "nbytes": Spec("response_cache_bytes", "gauge", "Size of the stored answers and their keys."),
-    "hits": Spec("response_cache_hits_total", "counter", "Look-ups that found an answer."),
+    "hits": Spec("response_cache_hits_total", "counter", "Stored answers that were given to a request."),
     "misses": Spec("response_cache_misses_total", "counter", "Look-ups that found none, or one that was too old."),
     "inserts": Spec("response_cache_inserts_total", "counter", "Answers stored so far."),
     "evictions": Spec("response_cache_evictions_total", "counter", "Answers that went to make room."),
@@ -218,21 +222,6 @@ DISPATCH_REASON_VALUES: dict[str, str] = {
     "closed": "The rank could not take the next one.",
 }
 """The values of `reason` of the dispatches."""
-EVIDENCE_VALUES: dict[str, str] = {
-    "engine": "A row of the rank ended the sequence.",
-    "rank_lost": "The rank's incarnation was gone.",
-    "unsent": "It never left the gateway.",
-    "caller": "The caller gave up.",
-    "deadline": "The request's time was over.",
-    "gateway": "The gateway ended it: drain, a slow reader, another sequence's failure.",
-}
-"""The values of `evidence`."""
-AUDIT_VALUES: dict[str, str] = {
-    "sums": "A rank's sum that differed from those of its sequences in flight.",
-    "silent": "A sequence that got no token while its rank went on with others.",
-}
-"""The values of `kind` of the audit's findings."""
-
 CORE_COUNTERS: dict[str, Spec] = {
     "accepted": _counter("requests_accepted_total", "Requests admitted."),
     "refused": _counter("rejections_total", "Requests not admitted, by reason.", "reason"),
@@ -250,18 +239,25 @@ CORE_COUNTERS: dict[str, Spec] = {
     "lossy_frames": _counter("lossy_frames_total", "Unreadable frames that may have carried tokens."),
     "step_regressions": _counter("snapshot_regressions_total", "Snapshots older than the stored one."),
     "foreign_reports": _counter("foreign_reports_total", "Snapshots with load that this gateway did not send."),
+    "wave_starts": _counter("waves_started_total", "Waves of lockstep vLLM groups that the gateway has started."),
     "foreign_expired": _counter("foreign_loads_expired_total", "Foreign loads dropped for lack of a fresh report."),
     "lost_tokens": _counter("lost_tokens_total", "Tokens that a rank counted and this gateway never received."),
     "duplicated_tokens": _counter("duplicated_tokens_total", "Tokens received beyond a rank's own count."),
     "double_ends": _counter("double_ends_total", "Second ends of a request or sequence; not applied."),
     "double_releases": _counter("double_releases_total", "Second releases of a charge; not applied."),
+    "suspects": _counter("rank_suspects_total", "Times that the rank was suspected for its silence.", "rank"),
+    "silence_losses": _counter("rank_silence_losses_total", "Times that the rank was lost for its silence.", "rank"),
+    "probes": _counter("rank_probes_total", "Signs of life that the rank was asked for while it was silent.", "rank"),
+    "rank_failures": _counter("rank_failures_total", "Failures of the rank that count for its ejection.", "rank"),
+    "ejections": _counter("rank_ejections_total", "Times that the rank was ejected.", "rank"),
+    "ejections_capped": _counter("ejections_capped_total", "Ejections left out because too few ranks would stay."),
     "stale_events": _counter("stale_events_total", "Events of an earlier incarnation of a rank."),
     "releases": _counter("releases_total", "Charges given back, by what showed that they are free.", "evidence"),
     "audit_findings": _counter("audit_findings_total", "What the audit of charges found.", "kind"),
     "dispatch_reasons": _counter("dispatches_total", "Sequences sent to ranks, by what let them go.", "reason"),
     "reroutes": _counter("reroutes_total", "Sequences sent to another rank before their first token."),
     "resumes": _counter("resumes_total", "Sequences that another rank went on with after their first tokens."),
-    "queue_timeouts": _counter("queue_timeouts_total", "Requests ended by the queue's time-out."),
+    "queue_timeouts": _counter("queue_timeouts_total", "Requests ended by the queue's time-out or their call's own."),
     "queue_delays": _counter("queue_delays_total", "Sequences that the queue's time-out moved behind all others."),
     "tenants_overflowed": _counter(
         "tenants_overflowed_total", "Calls of unnamed tenants beyond max_tracked, which share one account."
@@ -270,7 +266,9 @@ CORE_COUNTERS: dict[str, Spec] = {
         "slo_shadow_rejections_total", "Requests admitted that mode enforce would have refused."
     ),
     "slo_rejects": _counter("slo_rejections_total", "Requests refused for missing their TTFT objective."),
-    "deadlines_expired": _counter("deadlines_expired_total", "Requests ended by their deadline."),
+    "deadlines_expired": _counter(
+        "deadlines_expired_total", "Requests ended by their deadline; not those that reached max_request_age_s."
+    ),
     "relaxed_filters": _counter("relaxed_filters_total", "Decisions made without a soft filter.", "filter"),
     "non_finite_costs": _counter("non_finite_costs_total", "Costs that came out as NaN, infinite or a fault."),
     "all_non_finite": _counter(
@@ -281,7 +279,7 @@ CORE_COUNTERS: dict[str, Spec] = {
 SWITCHED: tuple[Spec, ...] = (
     *(QUEUE_DEPTH, QUEUE_DURATION, BATCH_SIZE, BATCHES_IN_FLIGHT),
     *(PREFILL_PREDICTED, PREFILL_ACTUAL, PREFILL_GAP, PREDICTOR_SCALE, PREDICTOR_FAULTS),
-    *(*ORDERING.values(), *RESPONSE_CACHE.values(), AUTH_FAILURES, CREDENTIAL_LOADS),
+    *(*ORDERING.values(), *RESPONSE_CACHE.values(), AUTH_FAILURES, CREDENTIAL_LOADS, HTTP2_ERRORS),
 )
 """What the default configuration switches off; without series then."""
 
@@ -292,7 +290,9 @@ CATALOGUE: tuple[Spec, ...] = tuple(
             *CORE_COUNTERS.values(),
             *(RANK_INFO, RANK_STATE, RANK_COST, SNAPSHOT_AGE, BUILD_INFO, LIVE, DRAINING),
             *(REQUESTS, PROMPT_TOKENS, CACHED_TOKENS, DURATION, TTFT, ITL, RANK_TTFT),
+            *(CONFIG_INFO, CONFIG_RELOADS, CONFIG_RELOADED, CONFIG_RELOADED_AT),
             *(LINK_EVENTS, LINK_FAULTS, LOG_LINES_LOST),
+            *(CLIENT_STREAMS, CLIENT_CONNECTIONS, LIMIT_HITS, REJECTION_DURATION),
             *(OLDEST_AGE, *TENANTS.values(), *SWITCHED),
         )
     )

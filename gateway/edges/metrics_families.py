@@ -1,11 +1,16 @@
 """How plain numbers become metric families: what the collectors share."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from gateway.edges.metrics_catalogue import Spec
+
+NumberT = TypeVar("NumberT", int, float)
+ValueT = TypeVar("ValueT")
 
 Series = tuple[tuple[str, ...], float]
 """Label values and a number."""
@@ -34,6 +39,20 @@ class Histogram:
             running += count
             pairs.append((bound, float(running)))
         return pairs
+
+
+def grow(column: list[NumberT], size: int) -> None:
+    """Give a list with one number per rank zeros up to `size` ranks. It is never cut."""
+    column.extend(type(column[0])() for _ in range(size - len(column)))
+
+
+def per_rank(ranks: Iterable[int], read: Callable[[int], ValueT]) -> list[tuple[int, ValueT]]:
+    """What `read` says of each rank, up to the one that was removed while this thread was reading."""
+    found: list[tuple[int, ValueT]] = []
+    with suppress(IndexError):
+        for rank in ranks:
+            found.append((rank, read(rank)))  # noqa: PERF401 - what was read until then is kept
+    return found
 
 
 def make_family(spec: Spec, series: list[Series]) -> Metric:

@@ -14,7 +14,7 @@ from gateway.core.errors import Reason
 from gateway.core.request import Request
 from gateway.core.router import Router
 from gateway.edges import metrics_catalogue as catalogue
-from gateway.edges.metrics_families import Histogram, Series, make_family, make_histogram
+from gateway.edges.metrics_families import Histogram, Series, grow, make_family, make_histogram, per_rank
 
 T = TypeVar("T")
 
@@ -44,6 +44,12 @@ class SchedulingMetrics:
         self._predicted_us = [0] * size
         self._actual_us = [0] * size
 
+    def configure(self, config: Config) -> None:
+        """Another configuration is in force."""
+        self._has_model = config.predictor is not None
+        for column in (self._predicted_us, self._actual_us):
+            grow(column, self._router.ranks.size)
+
     def observe_ended(self, request: Request, ended_at: float) -> None:
         """Note how long an ended request's sequences waited here, and what their prefill took."""
         if self._has_queue and not request.is_cached:
@@ -55,11 +61,11 @@ class SchedulingMetrics:
         error = request.error
         without_rank = "timeout" if error is not None and error.reason is Reason.QUEUE_TIMEOUT else "ended"
         for sequence in request.sequences:
-            attempt = sequence.attempt
-            if attempt is not None:
-                self._waits["dispatched"].observe(attempt.sent_at - request.accepted_at)
+            if sequence.sent_at is not None:
+                self._waits["dispatched"].observe(sequence.sent_at - request.accepted_at)
             else:
-                self._waits[without_rank].observe(ended_at - request.accepted_at)
+                # Its answer may have waited for its turn since then.
+                self._waits[without_rank].observe((request.settled_at or ended_at) - request.accepted_at)
 
     def _observe_prefill(self, request: Request) -> None:
         for sequence in request.sequences:
@@ -84,12 +90,13 @@ class SchedulingMetrics:
         waits = [((outcome,), histogram) for outcome, histogram in self._waits.items()]
         yield make_histogram(catalogue.QUEUE_DURATION, waits if self._has_queue else [])
         batches = router.batches
-        ranks = range(router.ranks.size) if batches is not None else ()
+        ranks = range(router.ranks.size)
         sizes = Histogram(SIZE_BOUNDS)
         for size, count in router.counters.batch_sizes.copy().items():
             sizes.observe(size, count)
         yield make_histogram(catalogue.BATCH_SIZE, [((), sizes)] if batches is not None else [])
-        in_flight: list[Series] = [((str(rank),), batches.count(rank)) for rank in ranks if batches is not None]
+        counts = per_rank(ranks, batches.count) if batches is not None else []
+        in_flight: list[Series] = [((str(rank),), count) for rank, count in counts]
         yield make_family(catalogue.BATCHES_IN_FLIGHT, in_flight)
         age_s = _walked(lambda: router.oldest_age_s(now))
         yield make_family(catalogue.OLDEST_AGE, [((), age_s)] if age_s is not None else [])
@@ -100,7 +107,8 @@ class SchedulingMetrics:
             (catalogue.PREFILL_PREDICTED, self._predicted_us),
             (catalogue.PREFILL_ACTUAL, self._actual_us),
         ):
-            series: list[Series] = [((str(rank),), value / 1e6) for rank, value in enumerate(sums[:])]
+            known = sums[: self._router.ranks.size]
+            series: list[Series] = [((str(rank),), value / 1e6) for rank, value in enumerate(known)]
             yield make_family(spec, series if has_model else [])
         yield make_histogram(catalogue.PREFILL_GAP, [((), self._gaps)] if has_model else [])
         yield make_family(catalogue.PREDICTOR_SCALE, [((), predictor.scale)] if has_model else [])

@@ -61,6 +61,11 @@ class Security:
         watched = self._tls
         return None if watched is None else lambda: watched.value.context
 
+    def http2_context(self) -> Callable[[], ssl.SSLContext] | None:
+        """The same for HTTP/2, which is agreed upon in the handshake (ALPN); None for plaintext."""
+        watched = self._tls
+        return None if watched is None else lambda: watched.value.http2_context
+
     def failures(self) -> Iterator[tuple[tuple[str, str], int]]:
         """Refused calls by (listener, reason)."""
         for authenticator in self._authenticators.values():

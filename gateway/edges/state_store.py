@@ -51,6 +51,8 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     incarnation: Annotated[int, Meta(ge=0, le=2**62)]
     input_address: str | None = None
     output_address: str | None = None
+    coordinator_input_address: str | None = None
+    coordinator_output_address: str | None = None
     is_ready: bool = False
     registration: bytes | None = None
 

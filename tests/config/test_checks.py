@@ -36,6 +36,7 @@ SECTIONS = [
     ("listen: {grpc: §ipv4:0.0.0.0:1}\n", "put the IPv6 address in brackets, [ipv4:0.0.0.0] (at $.listen.grpc)"),
     ("listen: {grpc: 127.0.0.1:7000, admin: §localhost:7000}\n", "localhost:7000 is already taken by $.listen.grpc (at $.listen.admin)"),
     ("listen: {allow_wildcard: true, grpc: 0.0.0.0:7000, metrics: §127.0.0.1:7000}\n", "127.0.0.1:7000 is already taken by $.listen.grpc (at $.listen.metrics)"),
+    ("failure: {eject: {base_s: §500}}\n", "base_s is 500, above max_s, 300 (at $.failure.eject.base_s)"),
     ("§policy: {}\n", "set 'preset' or 'cost' (at $.policy)"),
     ("§policy: {picker: random}\n", "set 'preset' or 'cost' (at $.policy)"),
     ("§policy: {cost: '', preset: null}\n", "set 'preset' or 'cost' (at $.policy)"),
@@ -66,6 +67,11 @@ BODY = [
     ("ranks: 2", "ranks: 2\n    sockets: {§host: 10.0.0.1}", "'host' has no effect with transport ipc; leave it out (at $.groups[0].sockets.host)"),
     ("ranks: 2", "ranks: 2\n    sockets: {transport: tcp, host: §0.0.0.0}", "0.0.0.0 is announced to the ranks, which can't dial it; name an address of this host (at $.groups[0].sockets.host)"),
     ("ranks: 2", "ranks: 2\n    sockets: {transport: tcp, host: §'[::]'}", "[::] is announced to the ranks, which can't dial it; name an address of this host (at $.groups[0].sockets.host)"),
+    ("ranks: 2", "ranks: 2\n    coupled: true\n    coordinator: {enabled: §false}", "coupled vLLM ranks sleep and wake together; without a coordinator nobody wakes them (at $.groups[0].coordinator.enabled)"),
+    ("ranks: 2", "ranks: 2\n    coordinator: {§meeting_host: 10.0.0.1}", "ranks that are not coupled don't meet; leave it out (at $.groups[0].coordinator.meeting_host)"),
+    ("ranks: 2", "ranks: 2\n    coupled: true\n    coordinator: {meeting_host: §node-0}", "'node-0' is not an IP address; the ranks are told it as it stands (at $.groups[0].coordinator.meeting_host)"),
+    ("ranks: 2", "ranks: 2\n    coupled: true\n    coordinator: {meeting_host: §'::'}", ":: can't be dialled; name an address of the first rank's host (at $.groups[0].coordinator.meeting_host)"),
+    ("protocol: vllm", "protocol: tokenspeed\n    §coordinator: {enabled: false}", "tokenspeed ranks have no coordinator; leave it out (at $.groups[0].coordinator)"),
     ("ranks: 2", "ranks: 2\n    sockets: {transport: tcp, host: §eth0}", "'eth0' is not an IP address; the ranks are told it as it stands (at $.groups[0].sockets.host)"),
 ]  # fmt: skip
 
@@ -164,3 +170,16 @@ def test_cost_errors_point_into_the_formula(section, start):
     assert message.endswith("(at $.policy.cost)")
     if "wating" in section:
         assert "did you mean 'waiting'?" in message
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "coordinator: {enabled: false}",
+        "coupled: true",
+        "coupled: true\n    coordinator: {meeting_host: 10.0.0.1}",
+        "coupled: true\n    coordinator: {meeting_host: '[fd00::1]'}",
+    ],
+)
+def test_coordinators_that_are_fine(keys):
+    parse_config(BASE.replace("ranks: 2", f"ranks: 2\n    {keys}"), "f.yaml")

@@ -108,6 +108,13 @@ GROUP = "  - {name: b, protocol: vllm, handshake: 'tcp://10.0.0.1:0', ranks: 2, 
             ["admission.max_in_flight 21 is never reached: 2 ranks x max_in_flight_per_rank 10 = 20"],
         ),
         (BASE + "admission: {max_in_flight: 20, max_in_flight_per_rank: 10}\n", []),
+        (BASE + "admission: {max_in_flight: 21, max_in_flight_per_rank: 10}\nresponse_cache: {coalesce: true}\n", []),
+        (
+            BASE
+            + "admission: {max_in_flight: 5000, max_in_flight_per_rank: 4}\nscheduling: {mode: queue}\n"
+            + "predictor: {prefill_ms: '1', step_ms: '1'}\n",
+            [],
+        ),
         (
             BASE + "gateways: 2\npolicy: {preset: vllm_4w_r}\n",
             ["with several gateways, tie_break first sends all of them to the same rank"],

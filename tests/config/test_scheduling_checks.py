@@ -61,6 +61,13 @@ QUEUE = [
     (MODEL + "scheduling: {mode: queue, queue: {gate_ms: 9, §gate_steps: 3}}\n", "'gate_steps' has no effect with gate_ms; set one of them (at $.scheduling.queue.gate_steps)"),
     ("scheduling: {mode: queue, queue: {order: hrrn, §hold_ratio: 0.7}}\n", "order hrrn keeps no request back: its ratio grows while it waits; set hold_ratio: 0 or another order (at $.scheduling.queue.hold_ratio)"),
     ("scheduling: {mode: queue, queue: {levels: [{priority: 1}, {priority: 2}, {priority: §1}]}}\n", "priority 1 is in levels[0] already (at $.scheduling.queue.levels[2].priority)"),
+    ("scheduling: {mode: queue, queue: {levels: [{priority: §2147483648}]}}\n", "no request has priority 2147483648: it must fit 32 bits (at $.scheduling.queue.levels[0].priority)"),
+    (MODEL + "scheduling: {mode: queue, queue: {gate_ms: 9, §gate_tokens: 3}}\n", "'gate_tokens' has no effect with gate_ms; set one of them (at $.scheduling.queue.gate_tokens)"),
+    ("policy: {preset: random}\nscheduling: {mode: queue, queue: {§hold_ratio: 0.7}}\n", "'hold_ratio' compares costs, and this policy has none; set policy.cost or another preset, or leave it out (at $.scheduling.queue.hold_ratio)"),
+    ("scheduling: {mode: queue, queue: {§timeout_action: delay}}\n", "'timeout_action' has no effect without a time-out; set timeout_s, or leave it out (at $.scheduling.queue.timeout_action)"),
+    ("scheduling: {mode: queue, queue: {levels: [{priority: 1, §timeout_action: delay}]}}\n", "'timeout_action' has no effect without a time-out; set timeout_s, or leave it out (at $.scheduling.queue.levels[0].timeout_action)"),
+    ("admission: {max_queue_depth: 8}\nscheduling: {mode: queue, queue: {hold_until_queued: §9}}\n", "9 are never queued, so nothing would ever be sent: admission.max_queue_depth is 8 (at $.scheduling.queue.hold_until_queued)"),
+    ("admission: {max_in_flight: 8}\nscheduling: {mode: queue, queue: {hold_until_queued: §9}}\n", "9 are never queued, so nothing would ever be sent: admission.max_in_flight is 8 (at $.scheduling.queue.hold_until_queued)"),
 ]  # fmt: skip
 
 BATCH = [
@@ -75,6 +82,11 @@ SLO = [
     ("slo: {ttft: [{max_prompt_tokens: 9, ttft_ms: 1}, {max_prompt_tokens: §9, ttft_ms: 2}]}\n", "9 is not above 9; list objectives by rising length (at $.slo.ttft[1].max_prompt_tokens)"),
     ("slo: {ttft: [§{ttft_ms: 1}, {max_prompt_tokens: 8, ttft_ms: 2}]}\n", "only the last objective may be for any length; set max_prompt_tokens (at $.slo.ttft[0].max_prompt_tokens)"),
     ("slo: {ttft: [{max_prompt_tokens: §null, ttft_ms: 1}, {ttft_ms: 2}]}\n", "only the last objective may be for any length; set max_prompt_tokens (at $.slo.ttft[0].max_prompt_tokens)"),
+    (MODEL + "slo: {mode: enforce, margin_ms: §600, ttft: [{ttft_ms: 300}], priorities: [{priority: 1, factor: 2}]}\n", "600 ms leave nothing of the longest objective, 600 ms: no request would be in time (at $.slo.margin_ms)"),
+    ("slo: {priorities: [{priority: §-2147483649, factor: 1}]}\n", "no request has priority -2147483649: it must fit 32 bits (at $.slo.priorities[0].priority)"),
+    ("response_cache: {max_entry_bytes: §519}\n", "519 bytes hold no answer: the smallest takes 520 (at $.response_cache.max_entry_bytes)"),
+    ("response_cache: {max_bytes: §519}\n", "519 bytes hold no answer: the smallest takes 520 (at $.response_cache.max_bytes)"),
+    ("failure: {reroute: false, resume: false, §max_attempts: 7}\n", "'max_attempts' has no effect with reroute and resume off; switch one of them on, or leave it out (at $.failure.max_attempts)"),
     ("slo: {priorities: [{priority: 1, factor: 1}, {priority: §1, factor: 2}]}\n", "priority 1 is in priorities[0] already (at $.slo.priorities[1].priority)"),
 ]  # fmt: skip
 
@@ -83,7 +95,7 @@ ORDER = [
     (PRESERVE + "scheduling: {mode: queue, queue: {order: §spf}}\n", "ordering preserve needs scheduling.queue.order: fcfs; order spf would only make answers wait for those before them (at $.scheduling.queue.order)"),
     (PRESERVE + "§scheduling: {mode: batch}\n", "ordering preserve needs scheduling.queue.order: fcfs; order aging would only make answers wait for those before them (at $.scheduling.queue.order)"),
     (PRESERVE + "scheduling:\n  mode: queue\n  queue: {order: fcfs, §levels: [{priority: 1}]}\n", "ordering preserve has no levels: answers leave in order of arrival whatever their priority; remove them (at $.scheduling.queue.levels)"),
-    (PRESERVE + "scheduling: {mode: queue, queue: {order: fcfs, timeout_action: §delay}}\n", "ordering preserve can't put a request behind later ones; set timeout_action: reject (at $.scheduling.queue.timeout_action)"),
+    (PRESERVE + "scheduling: {mode: queue, queue: {order: fcfs, timeout_s: 5, timeout_action: §delay}}\n", "ordering preserve can't put a request behind later ones; set timeout_action: reject (at $.scheduling.queue.timeout_action)"),
 ]  # fmt: skip
 
 
@@ -130,6 +142,12 @@ ACCEPTED = [
     MODEL + "scheduling: {mode: batch, queue: {gate_steps: 9}, batch: {max_predicted_ms: 5}}\n",
     MODEL + "slo: {mode: enforce, ttft: [{max_prompt_tokens: 9, ttft_ms: 5}, {ttft_ms: 1}]}\n",
     "slo: {ttft: [{max_prompt_tokens: 9, ttft_ms: 5}]}\n",
+    "scheduling: {mode: queue, queue: {timeout_action: delay, levels: [{priority: 1, timeout_s: 5}]}}\n",
+    "scheduling: {mode: queue, queue: {timeout_s: 5, levels: [{priority: 1, timeout_action: delay}]}}\n",
+    "admission: {max_queue_depth: 8}\nscheduling: {mode: queue, queue: {hold_until_queued: 8}}\n",
+    "response_cache: {max_bytes: 520, max_entry_bytes: 520}\n",
+    "failure: {reroute: false, max_attempts: 7}\n",
+    MODEL + "slo: {mode: enforce, margin_ms: 599, ttft: [{ttft_ms: 300}], priorities: [{priority: 1, factor: 2}]}\n",
     PRESERVE,
     PRESERVE + "scheduling: {mode: queue, queue: {order: fcfs, fair: true, timeout_s: 5}}\nresponse_cache: {}\n",
     PRESERVE + "preserve: {domain: session, max_places: 9}\n",
@@ -174,7 +192,7 @@ def test_problems_come_in_the_order_of_the_file():
     good = effective_config(parse_config(text.replace("mode: batch", "mode: batch, queue: {order: fcfs}"), "f"))
     good["policy"]["cost"] = "queued_ms"
     good["predictor"] = None
-    good["scheduling"]["queue"].update(order="hrrn", alpha=3.0, hold_ratio=0.5, timeout_action="delay")
+    good["scheduling"]["queue"].update(order="hrrn", alpha=3.0, hold_ratio=0.5, timeout_s=5.0, timeout_action="delay")
     good["scheduling"]["batch"].update(preferred_sizes=[9])
     good["slo"].update(mode="shadow", ttft=[])
     good["limits"]["default_deadline_s"] = None
@@ -195,6 +213,7 @@ def test_problems_come_in_the_order_of_the_file():
 # --- remarks -----------------------------------------------------------------------------------------
 
 QUEUED = MODEL + "scheduling: {mode: queue}\n"
+UNREAD = "slo.ttft and slo.priorities are read by nothing: slo.mode is off, and scheduling.queue.order is not edf"
 REMARKS = [
     (MODEL, []),
     (QUEUED, []),
@@ -245,9 +264,15 @@ REMARKS = [
     ),
     (
         "slo: {ttft: [{max_prompt_tokens: 4095, ttft_ms: 5}]}\n",
-        ["slo.ttft: prompts of more than 4095 tokens have no objective"],
+        [UNREAD, "slo.ttft: prompts of more than 4095 tokens have no objective"],
     ),
-    ("slo: {ttft: [{max_prompt_tokens: 4096, ttft_ms: 5}]}\n", []),
+    ("slo: {ttft: [{max_prompt_tokens: 4096, ttft_ms: 5}]}\n", [UNREAD]),
+    ("slo: {priorities: [{priority: 1, factor: 2}]}\n", [UNREAD]),
+    (QUEUED.replace("mode: queue", "mode: queue, queue: {order: edf}") + "slo: {ttft: [{ttft_ms: 5}]}\n", []),
+    (
+        MODEL + "slo: {mode: shadow, margin_ms: 5, ttft: [{max_prompt_tokens: 9, ttft_ms: 5}, {ttft_ms: 6}]}\n",
+        ["slo.margin_ms 5 leaves nothing of the objective of 5 ms: such requests are always late, unless their priority's factor is high enough"],
+    ),
     (PRESERVE, []),
     (
         PRESERVE + "gateways: 2\n",

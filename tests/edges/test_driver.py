@@ -7,7 +7,7 @@ import pytest
 
 from gateway.core.effects import AuditFound, RankStateChanged
 from gateway.core.errors import GatewayError, Reason
-from gateway.core.events import RankLost, Tick
+from gateway.core.events import RankLost, RankRenewed, Tick
 from tests.support.core import Bench
 from tests.support.driver_site import Sink, Site, turn
 
@@ -36,6 +36,23 @@ async def test_a_send_that_fails_at_once_waits_for_the_other_dispatches():
     assert site.link.aborted == [site.link.sent[1]]
     assert request.error.reason is Reason.SEND_FAILED
     site.driver.router.check()
+
+
+async def test_a_rank_that_is_silent_is_aborted_renewed_and_asked_through_the_link():
+    site = Site(1, failure={"silence": {"after_s": 0.4}})
+    site.submit(Sink())
+    (wire_id,) = site.link.sent
+    now = 100.0
+    site.driver.clock = lambda: now
+    for _ in range(10):
+        now += 0.1
+        site.driver.emit(Tick())
+    assert site.link.aborted == [wire_id]
+    assert site.link.renewed == [(0, 1)]
+    assert [change.new for change in site.changes] == ["READY", "SUSPECT", "LOST"]
+    site.driver.emit(RankRenewed(0, 2))
+    assert len(site.link.sent) == 2, "a probe"
+    assert not site.defects
 
 
 async def test_a_broken_sink_ends_its_own_request_only():

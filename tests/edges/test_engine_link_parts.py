@@ -12,7 +12,7 @@ from gateway.edges.engine_link.counters import OTHER, BoundedCounts, LimitedLog,
 from gateway.edges.engine_link.env import EventQueue
 from gateway.edges.engine_link.loss import DRAIN_LIMIT_S, OUTPUT_GRACE_S, PendingLoss
 from gateway.edges.engine_link.send_queue import MAX_ABORT_IDS, MAX_BYTES, SendQueue
-from gateway.edges.engine_link.sender import Sender
+from gateway.edges.engine_link.sender import REFUSAL_PAUSE_S, Sender
 from gateway.wire.tokenspeed import TokenSpeedProtocol
 from tests.support.link_harness import request
 from tests.support.raw_engine import unpack
@@ -57,6 +57,8 @@ class FakeEnv:
     def defer(self, event):
         self.deferred.append(event)
 
+    emit = defer
+
 
 def make_sender(room):
     env, channel = FakeEnv(), FakeChannel(room)
@@ -96,9 +98,56 @@ def test_queued_adds_of_a_rank_that_cant_be_reached_any_more_fail():
     sender.abort(["z"])
     channel.room = None
     sender.flush()
-    assert env.deferred == [SendBlocked(3, 7), SendFailed(3, 7, "a", "unreachable"), SendUnblocked(3, 7)]
+    assert env.deferred == [SendBlocked(3, 7), SendFailed(3, 7, "a", "unreachable")]
+    env.now = REFUSAL_PAUSE_S
+    sender.poke()
+    assert env.deferred[2:] == [SendUnblocked(3, 7)]
     assert env.counters.aborts_dropped == 1
     assert env.counters.adds == 0
+
+
+def test_a_rank_that_refuses_a_send_counts_as_blocked_for_a_moment():
+    sender, channel, env = make_sender(None)
+    sender.send(request("a"))
+    sender.send(request("b"))
+    assert env.deferred == [
+        SendBlocked(3, 7),
+        SendFailed(3, 7, "a", "unreachable"),
+        SendFailed(3, 7, "b", "unreachable"),
+    ]
+    sender.poke()
+    channel.room = 0
+    sender.send(request("c"))
+    env.now = REFUSAL_PAUSE_S
+    sender.poke()
+    assert len(env.deferred) == 3, "now its socket is full"
+    channel.room = 1
+    sender.flush()
+    assert env.deferred[3:] == [SendUnblocked(3, 7)]
+    sender.poke()
+    assert len(env.deferred) == 4
+
+
+@pytest.mark.parametrize("room", [0, None])
+def test_a_blocked_sender_says_so_in_the_name_of_its_next_incarnation(room):
+    sender, channel, env = make_sender(room)
+    sender.abort(["a"])
+    sender.renew(8)
+    assert env.deferred[-1] == SendBlocked(3, 8)
+    channel.room = 9
+    sender.flush()
+    env.now = REFUSAL_PAUSE_S
+    sender.poke()
+    assert env.deferred[-1] == SendUnblocked(3, 8)
+
+
+def test_a_sender_with_room_has_nothing_to_say_of_its_next_incarnation():
+    sender, channel, env = make_sender(9)
+    sender.renew(8)
+    assert not env.deferred
+    channel.room = None
+    sender.send(request("a"))
+    assert env.deferred == [SendBlocked(3, 8), SendFailed(3, 8, "a", "unreachable")]
 
 
 def test_a_rank_that_refuses_everything_for_a_second_is_unreachable():

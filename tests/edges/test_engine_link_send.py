@@ -163,9 +163,10 @@ async def test_a_refused_send_is_a_hint_and_the_monitor_decides():
         channel._identity = b"\x99\x99"  # nobody: what libzmq answers for a peer that is gone
         harness.link.send(0, 1, request("a"))
         harness.link.abort(0, 1, ["z"])
-        await until(lambda: harness.send_events == [SendFailed(0, 1, "a", "unreachable")])
+        await until(lambda: harness.send_events[:2] == [SendBlocked(0, 1), SendFailed(0, 1, "a", "unreachable")])
         assert not harness.losses
         assert harness.link.counters.aborts_dropped == 1
+        await until(lambda: harness.send_events[2:] == [SendUnblocked(0, 1)], "the end of the pause")
         engine.close()
         await until(lambda: len(harness.losses) == 1)
 

@@ -63,11 +63,11 @@ async def test_a_finish_without_tokens_sends_no_empty_chunk(family):
         call = edge.stub.Generate(edge.request())
         (wire_id,) = await edge.ranks.wait_sent()
         edge.ranks.step(wire_id, [11])
-        edge.ranks.step(wire_id, [], "length")
+        edge.ranks.step(wire_id, [], "stop")
         responses = await collect(call)
         assert kinds(responses) == ["chunk", "complete"]
         assert list(responses[-1].complete.output_ids) == [11]
-        assert responses[-1].complete.finish_reason == "length"
+        assert responses[-1].complete.finish_reason == "stop"
 
 
 async def test_without_stream_there_is_one_complete_only(family):
@@ -76,7 +76,7 @@ async def test_without_stream_there_is_one_complete_only(family):
         (wire_id,) = await edge.ranks.wait_sent()
         edge.ranks.step(wire_id, [11, 12], logprobs=None)
         await asyncio.sleep(0)
-        edge.ranks.step(wire_id, [13], "length")
+        edge.ranks.step(wire_id, [13], "stop")
         (response,) = await collect(call)
         assert list(response.complete.output_ids) == [11, 12, 13]
         assert response.complete.completion_tokens == 3
@@ -92,12 +92,12 @@ async def test_each_of_n_sequences_completes_once_and_at_its_own_finish(family):
         assert (chunk.chunk.index, list(chunk.chunk.token_ids)) == (1, [21])
         assert (complete.complete.index, list(complete.complete.output_ids)) == (1, [21])
         edge.ranks.step(zero, [11])
-        edge.ranks.step(zero, [12], "length")
+        edge.ranks.step(zero, [12], "stop")
         rest = await collect(call)
         assert kinds(rest)[-1] == "complete"
         assert [token for response in rest[:-1] for token in response.chunk.token_ids] == [11, 12]
         assert (rest[-1].complete.index, list(rest[-1].complete.output_ids)) == (0, [11, 12])
-        assert rest[-1].complete.finish_reason == "length"
+        assert rest[-1].complete.finish_reason == "stop"
 
 
 async def test_logprobs_arrive_with_chunk_and_complete(family):
@@ -352,6 +352,9 @@ class SlowContext:
         return None
 
     async def send_initial_metadata(self, initial_metadata):
+        pass
+
+    def accepted(self, stream=None):
         pass
 
     def set_trailing_metadata(self, trailing_metadata):

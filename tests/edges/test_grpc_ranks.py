@@ -119,6 +119,9 @@ class TestFeed:
         feed = RankFeed(driver)
 
         class Transport:
+            def accepted(self, stream=None):
+                pass
+
             async def write(self, message):
                 messages.append(message)
                 await gate.wait()

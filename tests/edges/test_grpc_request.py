@@ -9,6 +9,7 @@ from gateway.edges import grpc_request
 from gateway.edges.grpc_request import MAX_CACHE_SALT_BYTES, Call, RequestReader, read_sampling
 from gateway.types import Sampling
 from gateway.v1 import gateway_pb2
+from tests.support import core
 from tests.support.grpc_edge import generate_request, make_config
 
 NOTHING = Call()
@@ -107,8 +108,36 @@ def test_absent_fields_take_the_defaults_and_max_tokens_what_the_context_leaves(
     assert (arrived.use_cache, arrived.queue_timeout_s) == (True, None)
 
 
-def test_a_prompt_without_room_keeps_a_legal_max_tokens_so_that_the_prompt_is_blamed(reader):
-    assert read(reader, gateway_pb2.GenerateRequest(prompt_token_ids=[1] * 5000)).sampling.max_tokens == 1
+@pytest.mark.parametrize(
+    ("group_budgets", "gateway_budget", "room"),
+    [
+        ([None], None, 4090),
+        ([100], None, 94),
+        ([100, 300], None, 294),
+        ([100, None], None, 4090),
+        ([300], 200, 194),
+        ([6], None, 1),
+    ],
+)
+def test_an_absent_max_tokens_asks_for_no_more_than_the_budgets_let_in(group_budgets, gateway_budget, room):
+    groups = [
+        {"name": f"g{number}", "protocol": "vllm", "handshake": f"ipc:///{number}", "ranks": 1, "start_index": number}
+        | {"budget": {"max_kv_tokens": budget}}
+        for number, budget in enumerate(group_budgets)
+    ]
+    reader = RequestReader(core.make_config(groups=groups, admission={"max_kv_tokens": gateway_budget}))
+    assert read(reader, gateway_pb2.GenerateRequest(prompt_token_ids=[1] * 6)).sampling.max_tokens == room
+    asked = read(reader, generate_request([1] * 6, sampling={"max_tokens": 4000}))
+    assert asked.sampling.max_tokens == 4000, "what is asked for is the core's to judge"
+
+
+def test_a_prompt_without_room_is_blamed_itself_before_it_is_copied(reader):
+    with pytest.raises(GatewayError) as caught:
+        read(reader, gateway_pb2.GenerateRequest(prompt_token_ids=[1] * 5000))
+    assert caught.value.reason is Reason.PROMPT_TOO_LONG
+    assert caught.value.facts == {"prompt_tokens": 5000, "limit_tokens": 4095}
+    longest = read(reader, gateway_pb2.GenerateRequest(prompt_token_ids=[1] * 4095))
+    assert (len(longest.prompt_token_ids), longest.sampling.max_tokens) == (4095, 1)
 
 
 def test_every_sampling_field_of_the_proto_is_read():

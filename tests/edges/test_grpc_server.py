@@ -180,7 +180,8 @@ async def test_an_engine_service_is_served_reflected_and_health_checked():
 
 
 async def test_messages_up_to_the_limit_pass_and_larger_ones_are_refused():
-    async with serve(count_up, listen={"max_message_bytes": 100_000}) as edge:
+    model = {"max_context_tokens": 200_000}
+    async with serve(count_up, listen={"max_message_bytes": 100_000}, model=model) as edge:
         fits, too_large = (1,) * 90_000, (1,) * 110_000
         async for _ in edge.stub.Generate(generate_request(fits)):
             pass

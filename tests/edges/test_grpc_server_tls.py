@@ -14,6 +14,7 @@ from tests.support.certificates import Authority, Pair, write
 from tests.support.fake_driver import count_up
 from tests.support.grpc_edge import error_info, generate_request, until
 from tests.support.secured_edge import Tokens, bearer, secured
+from tests.support.transport import TRANSPORT
 
 RANKS = gateway_pb2.ListRanksRequest()
 CONFIG = admin_pb2.GetEffectiveConfigRequest()
@@ -142,6 +143,7 @@ async def test_a_file_that_is_missing_at_start_is_an_error_and_nothing_listens(a
             pass
 
 
+@pytest.mark.skipif(TRANSPORT == "fast", reason="there is only one library")
 async def test_a_key_that_only_one_of_the_two_tls_libraries_takes_is_an_error_at_start(tmp_path, served):
     served.replace(_ed448())
     with pytest.raises(

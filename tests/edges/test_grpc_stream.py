@@ -44,6 +44,9 @@ class Transport:
     def accept(self):
         self._gate.release()
 
+    def accepted(self, stream=None):
+        self.watched = stream
+
     async def abort(self, code, details="", trailing_metadata=()):
         await asyncio.sleep(0)
         self.status, self.trailing = code, dict(trailing_metadata)

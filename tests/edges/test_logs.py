@@ -194,7 +194,7 @@ def test_the_terminal_line_of_a_success():
     bench.now += 0.5
     bench.batch(first.rank, [(first.wire_id, [27184], "stop")])
     bench.now += 0.25
-    bench.batch(second.rank, [(second.wire_id, [27185], "length")])
+    bench.batch(second.rank, [(second.wire_id, [27185], "stop")])
     (line,) = lines(stream)
     assert set(line) == FIELDS
     del line["timestamp"]

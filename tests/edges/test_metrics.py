@@ -16,6 +16,7 @@ from gateway.core.events import BatchReceived, DrainStarted, RankLost
 from gateway.core.ranks import RankState
 from gateway.edges import metrics
 from gateway.edges import metrics_catalogue as catalogue
+from gateway.edges import metrics_values as values
 from gateway.edges.engine_link.counters import LinkCounters
 from gateway.edges.logs import LineLogger
 from gateway.edges.metrics import TTFT_BOUNDS
@@ -55,9 +56,9 @@ LINK_VALUES = vars(LinkCounters())
 
 
 def test_every_counter_of_the_link_is_explained():
-    assert list(catalogue.LINK_EVENT_VALUES) == [name for name, value in LINK_VALUES.items() if value == 0]
-    assert list(catalogue.LINK_FAULT_VALUES) == [name for name, value in LINK_VALUES.items() if value == {}]
-    assert {*catalogue.LINK_EVENT_VALUES, *catalogue.LINK_FAULT_VALUES} == set(LINK_VALUES)
+    assert list(values.LINK_EVENT_VALUES) == [name for name, value in LINK_VALUES.items() if value == 0]
+    assert list(values.LINK_FAULT_VALUES) == [name for name, value in LINK_VALUES.items() if value == {}]
+    assert {*values.LINK_EVENT_VALUES, *values.LINK_FAULT_VALUES} == set(LINK_VALUES)
 
 
 def named_by_the_link():
@@ -77,7 +78,7 @@ def named_by_the_link():
     return named
 
 
-@pytest.mark.parametrize("name", catalogue.LINK_FAULT_VALUES)
+@pytest.mark.parametrize("name", values.LINK_FAULT_VALUES)
 def test_every_reason_that_the_link_names_is_declared(name):
     """Otherwise it would be counted as "other" and missing in the docs."""
     assert set(LINK_VALUES[name].reasons) == named_by_the_link()[name]

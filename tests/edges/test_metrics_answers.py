@@ -15,6 +15,7 @@ from gateway.core.response_cache import CachedAnswer
 from gateway.core.response_cache import ResponseCache as Cache
 from gateway.core.tenants import Account
 from gateway.edges import metrics_catalogue as catalogue
+from gateway.edges import metrics_values as meanings
 from tests.support.core import load, wire_id
 from tests.support.metrics_world import PREDICTED, World, busy_world
 
@@ -41,12 +42,13 @@ def test_the_response_cache_s_counts_and_sizes():
         False,
         False,
     ]
+    cache.used(b"c")
     prefix = "rankgate_response_cache_"
     got = {key[0].removeprefix(prefix): value for key, value in world.samples().items() if key[0].startswith(prefix)}
     assert got == {
         "entries": 1,
         "bytes": 100,
-        "hits_total": 2,
+        "hits_total": 1,
         "misses_total": 2,
         "inserts_total": 3,
         "evictions_total": 1,
@@ -59,7 +61,7 @@ def test_the_response_cache_s_counts_and_sizes():
 def test_what_the_default_configuration_switches_off_has_no_series():
     world = World(1)
     request = world.request(prompt=[1] * 4)
-    world.batch(0, [(wire_id(request), [1], "length")], load(1, 1, 0.5))
+    world.batch(0, [(wire_id(request), [1], "stop")], load(1, 1, 0.5))
     world.metrics.observe_ended(request, world.now)
     empty = {family.name for family in world.metrics.collect() if not family.samples}
     switched = {spec.full_name.removesuffix("_total") for spec in catalogue.SWITCHED}
@@ -171,9 +173,9 @@ def test_counters_of_the_core_by_their_keys():
 
 
 def test_every_value_that_the_core_knows_is_explained():
-    assert set(catalogue.EVIDENCE_VALUES) == {*Evidence}
+    assert set(meanings.EVIDENCE_VALUES) == {*Evidence}
     assert set(catalogue.DISPATCH_REASON_VALUES) == {*DISPATCH_REASONS} >= {*BatchReason}
-    assert set(catalogue.AUDIT_VALUES) == set(Counters(1).audit_findings)
+    assert set(meanings.AUDIT_VALUES) == set(Counters(1).audit_findings)
 
 
 def test_attributes_that_are_exported_exist():

@@ -8,6 +8,8 @@ from gateway.core.errors import Reason
 from gateway.core.request import Attempt, Request
 from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges import metrics_scheduling
+from gateway.types import Sampling
+from tests.support.core import wire_id
 from tests.support.metrics_world import PREDICTED, World
 
 QUEUE = {"scheduling": {"mode": "queue"}}
@@ -61,6 +63,32 @@ def test_an_error_after_the_queue_is_no_end_in_it():
     world = World(2, **QUEUE)
     world.count_ended(reason=Reason.RANK_LOST, waited_s=1.0)
     assert waits(world) == NONE | {"dispatched": (1, 1.0)}
+
+
+def test_a_sequence_that_goes_on_elsewhere_has_waited_for_its_first_rank_only():
+    world = World(2, failure={"reroute": True, "resume": True}, **QUEUE)
+    request = world.request(sampling=Sampling(max_tokens=16, temperature=0.0))
+    world.batch(request.last_rank, [(wire_id(request), [1, 2, 3])])
+    world.tick(100.0)
+    world.lose(request.last_rank)
+    assert request.sequences[0].attempts == 2
+    world.finish_all(request)
+    assert waits(world) == NONE | {"dispatched": (1, 0.0)}
+
+
+def test_the_wait_for_a_turn_in_the_preserved_order_is_no_wait_for_a_rank():
+    queue = {"order": "fcfs", "max_in_flight_per_rank": 1, "timeout_s": 1.0}
+    world = World(
+        1, ordering="preserve", limits={"default_deadline_s": 1000}, scheduling={"mode": "queue", "queue": queue}
+    )
+    head, late = world.request(), world.request()
+    world.tick(1.0)
+    assert late.is_settled
+    world.tick(100.0)
+    world.finish(head)
+    assert late.is_ended
+    world.metrics.observe_ended(late, late.ended_at)
+    assert waits(world) == NONE | {"timeout": (1, 1.0)}
 
 
 def test_a_cached_answer_waits_for_nothing():

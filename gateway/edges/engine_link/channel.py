@@ -5,40 +5,57 @@ whatever index it claims, and a connection lost here is this rank's.
 """
 
 import asyncio
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import zmq
 
 from gateway.edges.engine_link.connections import Change
+from gateway.edges.engine_link.coordinator import SOCKETS_PER_COORDINATOR, Coordinator, CoordinatorOwner
 from gateway.edges.engine_link.monitored import SOCKETS_EACH, Binder, Context, MonitoredSocket
 
 SEND_HWM = 1000
 HEARTBEAT_INTERVAL_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
+HEARTBEAT_TTL_MS = 10_000
+"""Travels with the heartbeats: an engine that hears nothing for so long after one drops the connection and dials again.
+
+libzmq (4.3.5) forgets it when another message follows the heartbeat, so this doesn't find every half-open connection.
+"""
 MAX_REGISTRATION_BYTES = 1024 * 1024
 MAX_BATCH_BYTES = 256 * 1024 * 1024
-SOCKETS_PER_CHANNEL = 2 * SOCKETS_EACH
-FDS_PER_CHANNEL = 10
-"""Six mailboxes, two listeners, two connections."""
+SOCKETS_PER_CHANNEL = 2 * SOCKETS_EACH + SOCKETS_PER_COORDINATOR
+FDS_PER_CHANNEL = 16
+"""Eight mailboxes, four listeners, four connections; without a coordinator ten in all."""
 
 # A half-open TCP connection gives no event; heartbeats end it (and answer from libzmq's own thread,
-# so a long engine step doesn't trip them).
-_COMMON: dict[int, int] = {
+# so a long engine step doesn't trip them). Engines set none themselves: without the time to live one whose connection
+# only broke at this end would wait for ever for what nobody sends.
+COMMON: dict[int, int] = {
     zmq.LINGER: 0,
     zmq.HEARTBEAT_IVL: HEARTBEAT_INTERVAL_MS,
     zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
+    zmq.HEARTBEAT_TTL: HEARTBEAT_TTL_MS,
 }
-_INPUT: dict[int, int] = _COMMON | {
+_INPUT: dict[int, int] = COMMON | {
     zmq.SNDHWM: SEND_HWM,
     zmq.ROUTER_MANDATORY: 1,
     zmq.ROUTER_HANDOVER: 1,
     zmq.MAXMSGSIZE: MAX_REGISTRATION_BYTES,
 }
 # An engine's scheduler blocks on a full PUSH: nothing on our side may fill up.
-_OUTPUT: dict[int, int] = _COMMON | {zmq.RCVHWM: 0, zmq.MAXMSGSIZE: MAX_BATCH_BYTES}
+_OUTPUT: dict[int, int] = COMMON | {zmq.RCVHWM: 0, zmq.MAXMSGSIZE: MAX_BATCH_BYTES}
 
 
-class ChannelOwner(Protocol):
+class Addresses(NamedTuple):
+    """Where the rank is to connect."""
+
+    input: str
+    output: str
+    coordinator_input: str | None = None
+    coordinator_output: str | None = None
+
+
+class ChannelOwner(CoordinatorOwner, Protocol):
     """Who is told what happens on a channel. Called from the event loop, never from a constructor."""
 
     def on_input(self, frames: list[zmq.Frame]) -> None:
@@ -53,8 +70,8 @@ class ChannelOwner(Protocol):
         """A refused send may succeed now."""
         ...
 
-    def on_up(self) -> None:
-        """A connection was established."""
+    def on_up(self, *, is_output: bool) -> None:
+        """A connection was established on one of the sockets."""
         ...
 
     def on_down(self, *, is_output: bool) -> None:
@@ -63,7 +80,7 @@ class ChannelOwner(Protocol):
 
 
 class Channel:
-    """Both sockets, bound. Raises what the binders raise."""
+    """Both sockets, bound; with the coordinator's, which it takes over. Raises what the binders raise."""
 
     def __init__(
         self,
@@ -74,7 +91,9 @@ class Channel:
         bind_input: Binder,
         bind_output: Binder,
         owner: ChannelOwner,
+        coordinator: Coordinator | None = None,
     ) -> None:
+        self.coordinator = coordinator
         self._identity = identity
         self._owner = owner
         self.input = MonitoredSocket(
@@ -101,6 +120,14 @@ class Channel:
         except BaseException:
             self.input.close()
             raise
+
+    @property
+    def addresses(self) -> Addresses:
+        """All addresses as bound."""
+        own, coordinator = (self.input.address, self.output.address), self.coordinator
+        if coordinator is None:
+            return Addresses(*own)
+        return Addresses(*own, coordinator.input_address, coordinator.output_address)
 
     @property
     def is_up(self) -> bool:
@@ -132,14 +159,18 @@ class Channel:
         """Look for what the descriptors may have failed to announce."""
         self.input.poke(with_monitor=with_monitors)
         self.output.poke(with_monitor=with_monitors)
+        if self.coordinator is not None:
+            self.coordinator.poke()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close both sockets; unsent requests and aborts get `linger_ms`."""
+        """Close the sockets; unsent requests and aborts get `linger_ms`."""
         self.input.close(linger_ms)
         self.output.close()
+        if self.coordinator is not None:
+            self.coordinator.close()
 
     def _on_change(self, change: Change, *, is_output: bool) -> None:
         if change is Change.UP:
-            self._owner.on_up()
+            self._owner.on_up(is_output=is_output)
         else:
             self._owner.on_down(is_output=is_output)

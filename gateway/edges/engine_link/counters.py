@@ -30,6 +30,7 @@ class LinkCounters:
     def __init__(self) -> None:
         self.frames = 0
         self.controls = 0
+        self.reports = 0
         self.early_frames = 0
         self.index_mismatch = 0
         self.adds = 0
@@ -40,7 +41,7 @@ class LinkCounters:
         self.faults = BoundedCounts(*Fault)
         self.load_faults = BoundedCounts(*Fault)
         self.handshakes = BoundedCounts(
-            *("hello", "ready", "registered", "joined", "reattached"),
+            *("hello", "ready", "registered", "joined", "reattached", "renewed"),
             *("duplicate_hello", "held", "held_again", "no_sockets", "init_undeliverable", "broken_off"),
             *("oversized", "bad_identity", "unknown_index", "garbage", "unexpected_ready", "bad_registration"),
         )

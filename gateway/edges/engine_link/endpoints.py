@@ -13,6 +13,7 @@ import socket
 import stat
 import tempfile
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 import zmq
@@ -91,15 +92,20 @@ class Endpoints:
         self._dirs: dict[int, Path] = {}
         self._used_ports: deque[int] = deque(maxlen=_REMEMBERED_PORTS)
 
-    def prepare(self) -> None:
-        """Check every group's setting and create what is missing. Raises LinkError."""
-        for number, group in enumerate(self._config.groups):
-            check_handshake(group.handshake, allow_wildcard=self._config.listen.allow_wildcard)
+    def prepare(self, config: Config, new: Iterable[int]) -> None:
+        """Take the configuration's groups; check the `new` ones by their numbers, and create what is missing.
+
+        Raises LinkError; nothing is taken then.
+        """
+        for number in new:
+            group = config.groups[number]
+            check_handshake(group.handshake, allow_wildcard=config.listen.allow_wildcard)
             if group.sockets.transport == "tcp":
                 self._check_tcp_host(group)
             else:
                 self._dirs[number] = self._prepare_dir(group)
                 _short_path(self._ipc_address(number, group.ranks - 1))
+        self._config = config
 
     def bind_fresh(self, socket_: Socket, number: int, index: int) -> str:
         """Bind to an address that no incarnation had before. Raises LinkError."""
@@ -151,7 +157,9 @@ class Endpoints:
         path = Path(group.sockets.dir) if group.sockets.dir is not None else Path(self._state_dir or "") / "sockets"
         try:
             ensure_private_dir(path)
-            _remove_stale_sockets(path)
+            # Where ranks of ours are at work already it was done, and to look again would mean to knock at their sockets.
+            if path.absolute() not in self._dirs.values():
+                _remove_stale_sockets(path)
         except OSError as error:
             raise LinkError(f"ipc://{path}", f"group {group.name}: {error}") from error
         return path.absolute()

@@ -5,10 +5,10 @@ little-endian; the payload a map with the status HELLO or READY.
 """
 
 import asyncio
-from collections.abc import Sequence
 
 import zmq
 
+from gateway.config.checks import MAX_RANKS
 from gateway.config.schema import Group
 from gateway.edges.engine_link.connections import source_fd
 from gateway.edges.engine_link.counters import LimitedLog, LinkCounters
@@ -37,13 +37,29 @@ class HandshakePort:
         self._group = group
         self._counters = counters
         self._log = limited_log
-        self._ranks: Sequence[RankLink] = ()
+        self._ranks: dict[int, RankLink] = {}
+        # Who dialled for a place that is not configured, and its connection: engines say HELLO once and wait.
+        self._early: dict[int, int | None] = {}
         self._socket: Socket | None = None
         self._reader: SocketReader | None = None
 
-    def open(self, context: Context, loop: asyncio.AbstractEventLoop, ranks: Sequence[RankLink]) -> None:
-        """Bind and listen for `ranks`, in the order of their engine indexes."""
-        self._ranks = ranks
+    @property
+    def is_idle(self) -> bool:
+        """Whether no rank could dial here."""
+        return not self._ranks
+
+    def add(self, index: int, rank: RankLink) -> None:
+        """Let the rank at this place of the group dial; it may have done so before."""
+        self._ranks[index] = rank
+        if index in self._early:
+            rank.on_hello(self._early.pop(index))
+
+    def remove(self, index: int) -> None:
+        """A HELLO for this place of the group is for nobody from now on."""
+        self._ranks.pop(index, None)
+
+    def open(self, context: Context, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind and listen."""
         self._socket = context.socket(zmq.ROUTER)
         for option, value in _OPTIONS.items():
             self._socket.setsockopt(option, value)
@@ -85,16 +101,18 @@ class HandshakePort:
         if index is None:
             self._reject("bad_identity", identity)
             return
-        offset = index - self._group.start_index
-        if not 0 <= offset < len(self._ranks):
-            self._reject("unknown_index", identity, engine_index=index)
-            return
         try:
             hello = decode_hello([frame.buffer for frame in frames[1:]])
         except WireError as error:
             self._reject("garbage", identity, engine_index=index, problem=str(error))
             return
-        rank = self._ranks[offset]
+        place = index - self._group.start_index
+        rank = self._ranks.get(place)
+        if rank is None:
+            if hello.status == "HELLO" and 0 <= place < MAX_RANKS:
+                self._early[place] = source_fd(frames[0])
+            self._reject("unknown_index", identity, engine_index=index)
+            return
         if hello.status == "HELLO":
             rank.on_hello(source_fd(frames[0]))
         else:

@@ -2,7 +2,7 @@
 
 import zmq
 
-from gateway.core.events import BatchReceived
+from gateway.core.events import BatchReceived, RankHeard
 from gateway.edges.engine_link.env import LinkEnv
 from gateway.types import EngineBatch, EngineDead, EngineNoise
 from gateway.wire.protocol import EngineProtocol
@@ -29,13 +29,16 @@ class Intake:
             return True
         if incarnation is None:
             counters.early_frames += 1
-        elif isinstance(message, EngineBatch):
+            return False
+        if isinstance(message, EngineBatch):
             self._pass_on(message, incarnation)
-        elif isinstance(message, EngineNoise):
+            return False
+        if isinstance(message, EngineNoise):
             counters.noise.add(message.reason)
             self._env.limited_log.warning("output_noise", rank=self._rank, reason=message.reason)
         else:
             counters.controls += 1
+        self._env.events.emit(RankHeard(self._rank, incarnation))
         return False
 
     def _pass_on(self, batch: EngineBatch, incarnation: int) -> None:

@@ -52,6 +52,11 @@ class MonitoredSocket:
         self.reader = SocketReader(loop, self.socket, on_message, on_writable)
         self._monitor_reader = SocketReader(loop, self._monitor, self._on_event)
 
+    def look(self) -> None:
+        """Take note of every connection that was lost or established by now."""
+        if self._monitor_reader.events() & zmq.POLLIN:
+            self._monitor_reader.drain()
+
     def poke(self, *, with_monitor: bool) -> None:
         """Look for what the descriptors may have failed to announce."""
         self.reader.poke()

@@ -15,6 +15,8 @@ DETACHED, because only a new engine process sends one.
 
 A HELLO for a rank that is JOINED waits until the old connection is gone. Rows that came before a
 disconnect are delivered before the loss.
+
+The core may give up a rank that is JOINED but silent (`renew`): the incarnation number moves on, nothing else.
 """
 
 from collections.abc import Callable
@@ -23,9 +25,10 @@ from enum import Enum
 import zmq
 
 from gateway.config.schema import Group
-from gateway.core.events import RankJoined, RankLost, SendBlocked, SendFailed
+from gateway.core.events import RankJoined, RankLost, RankRenewed, SendBlocked, SendFailed
 from gateway.edges.engine_link.channel import Channel
 from gateway.edges.engine_link.connections import source_fd
+from gateway.edges.engine_link.coordinator import MeetingPoint, ReportIntake
 from gateway.edges.engine_link.env import LinkEnv
 from gateway.edges.engine_link.errors import LinkError
 from gateway.edges.engine_link.intake import Intake
@@ -64,16 +67,23 @@ class RankLink:
         index: int,
         protocol: EngineProtocol,
         send_init: Callable[[bytes, bytes], bool],
+        meeting: MeetingPoint | None = None,
     ) -> None:
         self.rank = rank
         self.state = LinkState.EMPTY
         self._env = env
+        self._index = index
+        self._is_coupled = group.coupled
         self._engine_index = group.start_index + index
         self._identity = identity_of(self._engine_index)
         self._protocol = protocol
         self._intake = Intake(env, protocol, rank, self._engine_index)
+        codec = protocol.coordinator if group.coordinator.enabled else None
+        self._reports = ReportIntake(env, codec, rank, self._engine_index) if codec is not None else None
         self._send_init = send_init
-        self._opener = ChannelOpener(env, self._identity, group_number, index)
+        self._meeting = meeting
+        self._parallel_config: dict[str, object] = {}
+        self._opener = ChannelOpener(env, self._identity, group_number, index, codec)
         self._memory = RankMemory(env, group, index)
         self._log = env.log.bind(rank=rank, group=group.name, engine_index=self._engine_index)
         self._channel: Channel | None = None
@@ -82,6 +92,8 @@ class RankLink:
         self._loss: PendingLoss | None = None
         self._is_hello_held = False
         self._hello_fd: int | None = None
+        # Connections that the batch socket has had in this incarnation.
+        self._outputs = 0
 
     @property
     def incarnation(self) -> int:
@@ -91,20 +103,20 @@ class RankLink:
     def restore(self) -> None:
         """Bind the recorded sockets of an earlier process again; without a usable record do nothing."""
         memory = self._memory
-        if not memory.load():
+        if not memory.load() or memory.addresses is None:
             return
+        # A rank that was loading its model when the gateway died goes on with its handshake.
+        is_complete = memory.is_ready and memory.registration is not None
         try:
             if memory.registration is not None:
                 self._info = decode_ready_response(memory.registration)
-            self._channel = self._opener.recorded(self, memory.input_address, memory.output_address)
+            self._channel = self._opener.recorded(self, memory.addresses, is_started=is_complete)
         except (WireError, LinkError, zmq.ZMQError, ValueError) as error:
             self._env.counters.state_faults.add("not_restored")
             self._log.warning("rank_not_restored", problem=str(error))
             self._info = None
             memory.forget()
             return
-        # A rank that was loading its model when the gateway died goes on with its handshake.
-        is_complete = memory.is_ready and self._info is not None
         self.state = LinkState.DETACHED if is_complete else LinkState.JOINING
         self._log.info("rank_awaited", state=self.state.value, incarnation=memory.incarnation)
 
@@ -119,10 +131,18 @@ class RankLink:
         self._sender = None
         self.state = LinkState.EMPTY
 
+    def retire(self, linger_ms: int) -> None:
+        """The rank is configured no more: close the sockets and forget them."""
+        self.close(linger_ms)
+        self._is_hello_held = False
+        self._memory.forget()
+
     def poke(self, *, with_monitors: bool) -> None:
         """Safety tick: look for lost edges, and answer a HELLO for which there were no sockets."""
         if self._channel is not None:
             self._channel.poke(with_monitors=with_monitors)
+        if self._sender is not None and self._loss is None:
+            self._sender.poke()
         if self._is_hello_held and with_monitors and self.state is not LinkState.JOINED:
             self._answer_hello()
 
@@ -140,6 +160,24 @@ class RankLink:
             self._env.counters.aborts_dropped += len(wire_ids)
             return
         self._sender.abort(wire_ids)
+
+    def start_wave(self, wave: int) -> None:
+        """Make the rank of a lockstep group step, if it is there."""
+        if self._channel is not None and self._channel.coordinator is not None:
+            self._channel.coordinator.start_wave(wave)
+
+    def renew(self, incarnation: int) -> None:
+        """The core gave this incarnation up for its silence. The sockets stay: what comes from them is the next one's.
+
+        A rank that the link misses itself begins its next incarnation when it joins.
+        """
+        if self._sender is None or self._loss is not None or incarnation != self.incarnation:
+            return
+        self._memory.incarnation += 1
+        self._memory.save()
+        self._env.counters.handshakes.add("renewed")
+        self._env.events.defer(RankRenewed(self.rank, self.incarnation))
+        self._sender.renew(self.incarnation)
 
     def on_hello(self, connection_fd: int | None) -> None:
         """An engine process asks for its addresses over this connection (None: unknown)."""
@@ -192,12 +230,29 @@ class RankLink:
         self._memory.save()
         self._try_join()
 
+    def on_subscribed(self) -> None:
+        """The engine process waits for its coordinator's answer, unless it is through with its start-up."""
+        coordinator = self._channel.coordinator if self._channel is not None else None
+        if coordinator is None:
+            return
+        if self.state is LinkState.JOINING or not coordinator.is_released:
+            coordinator.release()
+        else:
+            coordinator.repeat()
+
+    def on_report(self, frames: list[zmq.Frame]) -> None:
+        """A message to the coordinator."""
+        if self._reports is not None:
+            self._reports.take(frames, self.incarnation if self.state is LinkState.JOINED else None)
+
     def _answer_hello(self) -> None:
         """Open fresh sockets and announce them; the old ones are closed once the engine can't need them."""
         self._is_hello_held = False
         try:
+            if self._meeting is not None:
+                self._parallel_config = self._meeting.give(self._index)
             channel = self._opener.fresh(self)
-        except (LinkError, zmq.ZMQError) as error:
+        except (OSError, zmq.ZMQError) as error:
             self._env.counters.handshakes.add("no_sockets")
             self._env.limited_log.warning("no_sockets_for_rank", rank=self.rank, problem=str(error))
             self._is_hello_held = True
@@ -210,11 +265,19 @@ class RankLink:
             self._channel.close()
         self._channel, self._info = channel, None
         self.state = LinkState.JOINING
-        self._memory.begin(channel.input.address, channel.output.address)
+        self._memory.begin(channel.addresses)
         self._log.info("rank_joining", input=channel.input.address, output=channel.output.address)
 
     def _send_addresses(self, channel: Channel) -> bool:
-        return self._send_init(self._identity, encode_init([channel.input.address], [channel.output.address]))
+        addresses = channel.addresses
+        init = encode_init(
+            [addresses.input],
+            [addresses.output],
+            coordinator_input=addresses.coordinator_input,
+            coordinator_output=addresses.coordinator_output,
+            parallel_config=self._parallel_config,
+        )
+        return self._send_init(self._identity, init)
 
     def _try_join(self) -> None:
         """Join when the handshake is complete and the rank can be addressed."""
@@ -232,6 +295,8 @@ class RankLink:
         memory.incarnation += 1
         memory.save()
         self.state = LinkState.JOINED
+        # What an earlier connection still brings is of earlier attempts: it may stay open.
+        self._outputs = 1 if self._channel.output.connections.is_up else 0
         self._channel.learn_peers()
         self._sender = Sender(
             self._env,
@@ -241,6 +306,9 @@ class RankLink:
             memory.incarnation,
             on_unreachable=lambda: self._begin_loss(UNREACHABLE, expects_rows=False),
         )
+        if self._protocol.coordinator is not None and info.data_parallel_size > 1 and not self._is_coupled:
+            # Its ranks step together; nobody wakes the others when one of them is given work.
+            self._log.warning("group_not_coupled", data_parallel_size=info.data_parallel_size)
         self._env.counters.handshakes.add("reattached" if reattached else "joined")
         self._env.events.emit(
             RankJoined(rank=self.rank, incarnation=memory.incarnation, info=info, reattached=reattached)
@@ -248,15 +316,26 @@ class RankLink:
 
     def on_output(self, frames: list[zmq.Frame]) -> None:
         """A message on the batch socket."""
-        joined = self.incarnation if self.state is LinkState.JOINED else None
+        joined = None
+        if self.state is LinkState.JOINED and self._channel is not None:
+            # After the message was read: a connection that it came over is known by now.
+            self._channel.output.look()
+            joined = self.incarnation if self._outputs <= 1 else None
         if self._intake.take(frames, joined):
-            if joined is None:
+            if self.state is not LinkState.JOINED:
                 self._discard()
             else:
                 self._begin_loss(SENTINEL, expects_rows=False)
 
-    def on_up(self) -> None:
-        """A connection was established."""
+    def on_up(self, *, is_output: bool) -> None:
+        """A connection was established. A second one for batches means that the first is gone, seen or not.
+
+        Batches were lost between the two, and the socket mixes what is left of both: nothing more is passed on.
+        """
+        if is_output and self.state is LinkState.JOINED:
+            self._outputs += 1
+            if self._outputs > 1:
+                self._begin_loss(DISCONNECTED, expects_rows=False)
         self._try_join()
 
     def on_down(self, *, is_output: bool) -> None:

@@ -59,8 +59,12 @@ class SocketReader:
         if self._closed or self._scheduled is not None:
             return
         wanted = zmq.POLLIN | zmq.POLLOUT if self.wants_write else zmq.POLLIN
-        if int(self._socket.getsockopt(zmq.EVENTS)) & wanted:
+        if self.events() & wanted:
             self._schedule()
+
+    def events(self) -> int:
+        """What the socket is ready for now (POLLIN, POLLOUT); the descriptor may not announce it any more."""
+        return int(self._socket.getsockopt(zmq.EVENTS))
 
     def drain(self, limit: int = MAX_MESSAGES_PER_CALLBACK) -> bool:
         """Handle up to `limit` messages; True when the socket is empty (or closed)."""

@@ -7,6 +7,7 @@ just can't be re-attached after a restart.
 from dataclasses import dataclass
 
 from gateway.config.schema import Group
+from gateway.edges.engine_link.channel import Addresses
 from gateway.edges.engine_link.env import LinkEnv
 from gateway.edges.state_store import FORMAT, CorruptRecordError, RankRecord
 from gateway.types import Protocol
@@ -14,14 +15,13 @@ from gateway.types import Protocol
 
 @dataclass(slots=True)
 class RankMemory:
-    """Incarnation counter, and what re-attaching needs: both addresses and the registration as received."""
+    """Incarnation counter, and what re-attaching needs: all addresses and the registration as received."""
 
     env: LinkEnv
     group: Group
     index: int
     incarnation: int = 0
-    input_address: str | None = None
-    output_address: str | None = None
+    addresses: Addresses | None = None
     is_ready: bool = False
     registration: bytes | None = None
 
@@ -43,19 +43,24 @@ class RankMemory:
         self.incarnation = record.incarnation
         if record.input_address is None or record.output_address is None:
             return False
-        self.input_address, self.output_address = record.input_address, record.output_address
+        self.addresses = Addresses(
+            record.input_address,
+            record.output_address,
+            record.coordinator_input_address,
+            record.coordinator_output_address,
+        )
         self.is_ready, self.registration = record.is_ready, record.registration
         return True
 
-    def begin(self, input_address: str, output_address: str) -> None:
+    def begin(self, addresses: Addresses) -> None:
         """A handshake was answered with these addresses."""
-        self.input_address, self.output_address = input_address, output_address
+        self.addresses = addresses
         self.is_ready, self.registration = False, None
         self.save()
 
     def forget(self) -> None:
         """Nothing to re-attach to; the incarnation counter stays."""
-        self.input_address = self.output_address = self.registration = None
+        self.addresses = self.registration = None
         self.is_ready = False
         self.save()
 
@@ -65,6 +70,7 @@ class RankMemory:
         if store is None:
             return
         group, index, engine_index, protocol = self._own_identity()
+        input_, output, coordinator_input, coordinator_output = self.addresses or (None, None, None, None)
         record = RankRecord(
             format=FORMAT,
             group=group,
@@ -72,8 +78,10 @@ class RankMemory:
             engine_index=engine_index,
             protocol=protocol,
             incarnation=self.incarnation,
-            input_address=self.input_address,
-            output_address=self.output_address,
+            input_address=input_,
+            output_address=output,
+            coordinator_input_address=coordinator_input,
+            coordinator_output_address=coordinator_output,
             is_ready=self.is_ready,
             registration=self.registration,
         )

@@ -12,6 +12,8 @@ from gateway.edges.engine_link.send_queue import SendQueue
 from gateway.types import EngineRequest
 from gateway.wire.protocol import EngineProtocol
 
+REFUSAL_PAUSE_S = 0.25
+"""A rank that refused a send counts as blocked for so long: it would only look idle."""
 MAX_REFUSING_S = 1.0
 """A rank that refuses every send for so long, without a word from the monitor, is lost: it would only look idle."""
 ENCODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
@@ -20,7 +22,8 @@ ENCODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
 class Sender:
     """Sending side of one rank incarnation. Never raises; what goes wrong becomes a deferred event.
 
-    What is still queued when the rank is lost is dropped: the loss covers those attempts. A refused send with EHOSTUNREACH is only a hint: it fails that attempt, the monitor decides about the rank.
+    What is still queued when the rank is lost is dropped: the loss covers those attempts. A refused send with
+    EHOSTUNREACH is only a hint: it fails that attempt, the monitor decides about the rank.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Sender:
         self._is_blocked = False
         self._on_unreachable = on_unreachable
         self._refused_since: float | None = None
+        self._paused_until: float | None = None
 
     def send(self, request: EngineRequest) -> None:
         """Encode once and send or queue."""
@@ -65,6 +69,19 @@ class Sender:
             self._block()
         else:
             self._fail(request.wire_id, "overflow")
+
+    def renew(self, incarnation: int) -> None:
+        """Send in the name of another incarnation from now on."""
+        self._incarnation = incarnation
+        if self._is_blocked or self._paused_until is not None:
+            self._env.events.defer(SendBlocked(self._rank, incarnation))
+
+    def poke(self) -> None:
+        """The pause after a refused send may be over."""
+        if self._paused_until is not None and self._env.loop.time() >= self._paused_until:
+            self._paused_until = None
+            if not self._is_blocked:
+                self._env.events.emit(SendUnblocked(self._rank, self._incarnation))
 
     def abort(self, wire_ids: list[str]) -> None:
         """Abort attempts: taken out of the FIFO when still there, sent or queued otherwise."""
@@ -110,6 +127,9 @@ class Sender:
 
     def _note_refusal(self) -> None:
         now = self._env.loop.time()
+        if self._paused_until is None and not self._is_blocked:
+            self._env.events.defer(SendBlocked(self._rank, self._incarnation))
+        self._paused_until = now + REFUSAL_PAUSE_S
         if self._refused_since is None:
             self._refused_since = now
         elif now - self._refused_since >= MAX_REFUSING_S:
@@ -124,10 +144,12 @@ class Sender:
             self._is_blocked = True
             self._env.counters.send_blocked += 1
             self._channel.set_wants_write(wants_write=True)
-            self._env.events.defer(SendBlocked(self._rank, self._incarnation))
+            if self._paused_until is None:
+                self._env.events.defer(SendBlocked(self._rank, self._incarnation))
 
     def _unblock(self) -> None:
         if self._is_blocked:
             self._is_blocked = False
             self._channel.set_wants_write(wants_write=False)
-            self._env.events.defer(SendUnblocked(self._rank, self._incarnation))
+            if self._paused_until is None:
+                self._env.events.defer(SendUnblocked(self._rank, self._incarnation))

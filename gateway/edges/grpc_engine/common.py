@@ -158,11 +158,11 @@ class EngineService(ABC):
             unary("GetLoads", pb.GetLoadsRequest, self._get_loads),
             *(_unimplemented(name, advice) for name, advice in self.unimplemented.items()),
         )
-        return Service(self.service_name, methods)
+        return Service(self.service_name, methods, self._reader.configure)
 
     def read(self, request: Any) -> Wanted:
         """A Generate request in neutral terms; refuses what is set but unsupported."""
-        prompt = request.tokenized.input_ids[:]
+        prompt = self._reader.prompt(request.tokenized.input_ids)
         return Wanted(
             request_id=request.request_id,
             prompt_token_ids=prompt,
