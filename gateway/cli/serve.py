@@ -1,6 +1,7 @@
 """`rankgate serve`."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -27,13 +28,28 @@ def serve(config_path: Path | None, log_level: LogLevel | None, grpc: str | None
     """Run the gateway until SIGTERM or SIGINT."""
     if config_path is None:
         raise click.UsageError("name the configuration file with -c FILE or RANKGATE_CONFIG")
+    from gateway.edges.reload import file_identity
+
+    identity = file_identity(config_path)
     config = _override(load_config_or_exit(config_path), log_level, grpc)
+    load = partial(_load, config_path, log_level, grpc)
     # gRPC's C core writes lines of its own to stderr, where JSON lines are promised. What it has to say about a bad
     # address is said by the gateway; whoever wants more can set the variable. It is read on import.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from gateway.app import run
+    from gateway.process import run
 
-    raise SystemExit(run(config, config_path))
+    raise SystemExit(run(config, config_path, load, identity))
+
+
+def _load(path: Path, log_level: LogLevel | None, grpc: str | None) -> "Config":
+    """The file as it is now, with the flags of the start. Raises ConfigError."""
+    from gateway.config.loader import ConfigError, load_config
+
+    config = load_config(path)
+    try:
+        return _override(config, log_level, grpc)
+    except click.BadParameter as error:
+        raise ConfigError(path, None, None, f"--grpc: {error.message}") from None
 
 
 def _override(config: "Config", log_level: LogLevel | None, grpc: str | None) -> "Config":

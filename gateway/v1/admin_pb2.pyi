@@ -68,7 +68,9 @@ class DrainRankRequest(google.protobuf.message.Message):
     rank: builtins.int
     """The rank's number over all groups."""
     migrate: builtins.bool
-    """Moves what can go on elsewhere at once: requests without a token, and greedy ones with the tokens they have."""
+    """Moves what another rank has room for now: requests without a token, and greedy ones with the tokens they have.
+    The rest ends where it is; ask again to move more.
+    """
     def __init__(
         self,
         *,

@@ -115,7 +115,9 @@ class AdminServiceServicer(object):
 
     def DrainRank(self, request, context):
         """Sends a rank no new requests; those that it has go on. Draining a rank that drains already changes nothing.
-        A rank that is restarted meanwhile comes back READY.
+        The drain lasts until UndrainRank, or until another process takes the rank's place: a rank that is restarted comes
+        back READY, one whose connection broke and is back is DRAINING again. It is remembered for a rank that is away
+        (ABSENT, LOST or JOINING), whose state changes when it is back; a restart of the gateway forgets it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -247,7 +247,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetEffectiveConfigType, _Admi
 
     DrainRank: _AdminServiceDrainRankType
     """Sends a rank no new requests; those that it has go on. Draining a rank that drains already changes nothing.
-    A rank that is restarted meanwhile comes back READY.
+    The drain lasts until UndrainRank, or until another process takes the rank's place: a rank that is restarted comes
+    back READY, one whose connection broke and is back is DRAINING again. It is remembered for a rank that is away
+    (ABSENT, LOST or JOINING), whose state changes when it is back; a restart of the gateway forgets it.
     """
 
     UndrainRank: _AdminServiceUndrainRankType
@@ -343,7 +345,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[gateway.v1.admin_pb2.DrainRankResponse, collections.abc.Awaitable[gateway.v1.admin_pb2.DrainRankResponse]]:
         """Sends a rank no new requests; those that it has go on. Draining a rank that drains already changes nothing.
-        A rank that is restarted meanwhile comes back READY.
+        The drain lasts until UndrainRank, or until another process takes the rank's place: a rank that is restarted comes
+        back READY, one whose connection broke and is back is DRAINING again. It is remembered for a rank that is away
+        (ABSENT, LOST or JOINING), whose state changes when it is back; a restart of the gateway forgets it.
         """
 
     @abc.abstractmethod

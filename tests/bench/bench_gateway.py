@@ -20,9 +20,12 @@ SCENARIOS = {
 }
 VARIANTS = {
     "smg engine": ("smg", "engine"),
-    "ours engine": ("ours", "engine"),
-    "ours generate": ("ours", "generate"),
-    "ours many": ("ours", "many"),
+    "grpcio engine": ("grpcio", "engine"),
+    "grpcio generate": ("grpcio", "generate"),
+    "grpcio many": ("grpcio", "many"),
+    "fast engine": ("fast", "engine"),
+    "fast generate": ("fast", "generate"),
+    "fast many": ("fast", "many"),
 }
 BASE = "smg engine"
 

@@ -67,16 +67,16 @@ def rss_mb(pid):
 
 @contextlib.contextmanager
 def running(kind, *, ranks, step_ms):
-    """A server of `kind` (`ours` or `smg`) with stub ranks behind it. Yields (pid, address)."""
+    """A server of `kind` (`grpcio` or `fast`: ours on this transport; `smg`) with ranks behind it. Yields (pid, address)."""
     grpc_port, handshake = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="rankgate-bench-") as name:
         directory = Path(name)
         log = (directory / "log").open("wb")
         stub_config = directory / "stub.yaml"
         stub_config.write_text(json.dumps(stub_settings(step_ms)))
-        if kind == "ours":
+        if kind != "smg":
             config = directory / "gateway.json"
-            config.write_text(json.dumps(gateway_settings(grpc_port, handshake, ranks)))
+            config.write_text(json.dumps(gateway_settings(grpc_port, handshake, ranks, kind)))
             server = [BIN / "rankgate", "serve", "-c", config]
         else:
             server = [PEER_PYTHON, "-c", SERVICER, grpc_port, handshake, ranks]
@@ -128,13 +128,14 @@ def stub_settings(step_ms):
     }
 
 
-def gateway_settings(grpc_port, handshake, ranks):
+def gateway_settings(grpc_port, handshake, ranks, transport):
     return {
         "version": 1,
         "listen": {
             "grpc": f"127.0.0.1:{grpc_port}",
             "admin": f"127.0.0.1:{free_port()}",
             "metrics": f"127.0.0.1:{free_port()}",
+            "transport": transport,
         },
         "model": {"name": "bench", "max_context_tokens": 131072, "vocab_size": VOCAB_SIZE, "eos_token_ids": [2]},
         "groups": [{"name": "bench", "protocol": "vllm", "handshake": f"tcp://127.0.0.1:{handshake}", "ranks": ranks}],

@@ -7,6 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from gateway.cli import cli
+from gateway.config.errors import ConfigError
+from gateway.edges.reload import file_identity
 from tests.support.config_cases import BASE
 
 
@@ -21,14 +23,16 @@ def path(tmp_path):
 def started(monkeypatch):
     """What the gateway was started with; stands in for the gateway itself."""
     calls = []
-    module = ModuleType("gateway.app")
+    module = ModuleType("gateway.process")
 
-    def run(config, path):
+    def run(config, path, load, identity):
+        assert load() == config
+        assert identity == file_identity(path)
         calls.append((config, path))
         return 7
 
     module.run = run
-    monkeypatch.setitem(sys.modules, "gateway.app", module)
+    monkeypatch.setitem(sys.modules, "gateway.process", module)
     return calls
 
 
@@ -75,6 +79,24 @@ def test_bad_address_flag_is_a_usage_error(path, started, address, message):
     assert "Invalid value for --grpc" in result.stderr
     assert message in " ".join(result.stderr.split())
     assert not started
+
+
+def test_a_reload_goes_by_the_flags_of_the_start(path, monkeypatch):
+    loads = []
+    module = ModuleType("gateway.process")
+    module.run = lambda config, path, load, identity: loads.append(load) or 0
+    monkeypatch.setitem(sys.modules, "gateway.process", module)
+    serve("-c", path, "--log-level", "debug", "--grpc", "127.0.0.1:6000")
+    (load,) = loads
+    path.write_text(BASE + "gateways: 2\n")
+    config = load()
+    assert (config.gateways, config.observability.log_level, config.listen.grpc) == (2, "debug", "127.0.0.1:6000")
+    path.write_text(BASE.replace("5570", "6000"))
+    with pytest.raises(ConfigError, match=r"--grpc: .*already taken"):
+        load()
+    path.write_text(BASE.replace("version: 1", "version: 2"))
+    with pytest.raises(ConfigError, match=r"g\.yaml:1:10: "):
+        load()
 
 
 def test_no_file_is_a_usage_error(started):

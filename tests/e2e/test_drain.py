@@ -82,6 +82,29 @@ async def test_streams_finish_while_new_requests_are_turned_away(connect):
         assert sum(stopped["ended"].values()) == stopped["accepted"] == stopped["ended"]["OK"]
 
 
+async def test_a_hundred_open_streams_all_complete_inside_the_grace(protocol, connect):
+    with Deployment(protocol, step_ms=8.0, drain={"grace_s": 120.0}) as site:
+        site.start()
+        client, channel = GatewayServiceStub(connect(site)), connect(site)
+        watch = await watching(channel, "readiness")
+        generations = await midway(client, count=100, max_tokens=600)
+        ends = []
+        for generation in generations:
+            generation.task.add_done_callback(lambda _: ends.append("stream"))
+        site.gateway.send(signal.SIGTERM)
+        async with asyncio.timeout(WAIT_S):
+            assert (await watch.read()).status == NOT_SERVING
+        assert len(ends) < len(generations), "readiness goes off first"
+        for generation in generations:
+            (await generation.done()).assert_complete(generation.request)
+        assert await asyncio.to_thread(site.gateway.wait) == 0
+        (draining,) = site.gateway.events("draining")
+        assert draining["live"] == 100
+        (stopped,) = site.gateway.events("stopped")
+        assert stopped["ended"]["OK"] == stopped["accepted"] == 100
+        assert not site.gateway.events("drain_incomplete")
+
+
 async def test_what_outlives_the_grace_is_ended_and_aborted_at_its_rank(connect):
     with Deployment("tokenspeed", drain={"grace_s": 0.5}) as site:
         site.start()

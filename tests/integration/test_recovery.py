@@ -159,3 +159,6 @@ async def test_a_coupled_group_is_lost_as_one(protocol):
         outcomes = [await each.done() for each in running]
         assert {outcome.reason for outcome in outcomes} == {Reason.RANK_LOST}
         assert stack.ready_ranks() == []
+        # The others were asked whether they live, and come back when they answer.
+        await step_until(stack, lambda: not any(rank.live_ids for rank in stack.ranks), 0, 2)
+        await until(lambda: stack.ready_ranks() == [0, 2], "the others")

@@ -156,7 +156,7 @@ async def test_five_hundred_that_give_up_leave_nothing(protocol, mode):
         assert ended["CANCELLED"] > 150, ended
         assert ended[Reason.ABORTED] > 20, ended
         assert ended["DEADLINE_EXCEEDED"] > 20, ended
-        assert ended[Reason.QUEUE_TIMEOUT] > 5, ended
+        assert ended[Reason.QUEUE_TIMEOUT] > 0, ended
         assert never_dispatched > 50, "some were still in the queue"
         assert sum(stack.router.counters.decisions) > 100, "others were not"
         if mode == "batch":

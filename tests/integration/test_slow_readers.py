@@ -3,12 +3,16 @@
 import asyncio
 
 import grpc
+import pytest
 
 from engine_stub.backend.synthetic import StepTime
 from gateway.core.errors import Reason
 from tests.support.calls import Generation, Many, engine_request, make_prompt, make_request, many_stream
 from tests.support.grpc_edge import error_info, stream_failure
+from tests.support.raw_h2 import RESOURCE_EXHAUSTED, raw_client
 from tests.support.stack import expected, running_gateway, stub_config, until
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 LIMIT_BYTES = 4096
 PACKED_TOKEN_BYTES = 4
@@ -61,6 +65,26 @@ async def test_a_reader_that_stands_still_is_ended_and_told_why(protocol):
         received = [token for response in responses for token in response.token_ids]
         assert received == expected(request.prompt_token_ids, len(received))
         assert_bounded(stack, len(received))
+
+
+async def test_two_hundred_streams_beside_a_slow_one_get_every_token(protocol):
+    """The slow one opens its window by some bytes now and then, as a client does that reads a token a second."""
+    async with limited(protocol) as stack, raw_client(stack.gateway.servers.grpc_address, window_bytes=64) as slow_one:
+        assert await slow_one.settled()
+        request = make_request(make_prompt(3), LONG, request_id="slow")
+        slow_one.call(1, "/gateway.v1.GatewayService/Generate", request.SerializeToString())
+        await until(lambda: stack.router.live_count == 1, "the slow request")
+        clients = [stack.client() for _ in range(4)]
+        fine = [Generation(clients[n % 4], make_request(make_prompt(4, n), 40)) for n in range(200)]
+        while not slow(stack):
+            slow_one.widen(1, 12)
+            await asyncio.sleep(0.01)
+        await all_complete(fine)
+        await stack.ranks[0].wait_until(lambda: len(stack.ranks[0].received_aborts) == 1)
+        slow_one.widen(1, 1 << 20)
+        trailers = await slow_one.trailers()
+        assert RESOURCE_EXHAUSTED in trailers
+        assert b"wait for the reader" in trailers
 
 
 async def test_a_standard_client_that_stands_still_is_ended_too(protocol):

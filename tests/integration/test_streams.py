@@ -12,6 +12,8 @@ from tests.support.calls import engine_request, generate, make_prompt, make_requ
 from tests.support.engine_edge import PROTOS
 from tests.support.stack import MAX_CONTEXT_TOKENS, VOCAB_SIZE, expected, running_gateway, stub_config
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 STOP = gateway_pb2.FINISH_REASON_STOP
 LENGTH = gateway_pb2.FINISH_REASON_LENGTH
 
@@ -187,15 +189,14 @@ async def test_a_prompt_may_fill_the_context_and_leaves_one_token(protocol):
 
 
 @pytest.mark.parametrize(
-    "form",
+    ("family", "form"),
     [
-        pytest.param(WireForm(tokenspeed_batch=9), id="tokenspeed-9"),
-        pytest.param(WireForm(tokenspeed_batch=10), id="tokenspeed-10"),
-        pytest.param(WireForm(vllm_batch=8, vllm_row=14), id="vllm-8-14"),
+        pytest.param("tokenspeed", WireForm(tokenspeed_batch=9), id="tokenspeed-9"),
+        pytest.param("tokenspeed", WireForm(tokenspeed_batch=10), id="tokenspeed-10"),
+        pytest.param("vllm", WireForm(vllm_batch=8, vllm_row=14), id="vllm-8-14"),
     ],
 )
-async def test_older_wires_deliver_the_same_bytes(form, request):
-    family = request.node.callspec.id.split("-")[0]
+async def test_older_wires_deliver_the_same_bytes(family, form):
     async with running_gateway(family, stub=stub_config(wire=form)) as stack:
         requests = [make_request(make_prompt(4 + n, n), 5 + n, sampling={"logprobs": 0}) for n in range(8)]
         outcomes = await asyncio.gather(*(generate(stack.client(), request) for request in requests))

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine_stub.tokens import expected_tokens
 from tests.support.grpcurl import Answer, grpcurl
 from tests.support.processes import WAIT_S, Process, RankProcess, free_port, wait_until
+from tests.support.transport import TRANSPORT
 
 VOCAB_SIZE = 32_000
 MAX_CONTEXT_TOKENS = 16_384
@@ -75,7 +76,7 @@ class Deployment:
     @functools.cached_property
     def config_path(self) -> Path:
         ports = self.ports
-        listen = {"grpc": ports.grpc, "admin": ports.admin, "metrics": ports.metrics}
+        listen = {"grpc": ports.grpc, "admin": ports.admin, "metrics": ports.metrics, "transport": TRANSPORT}
         model = {"name": "m", "max_context_tokens": MAX_CONTEXT_TOKENS, "vocab_size": VOCAB_SIZE}
         config = {"version": 1, "listen": listen, "model": model, "groups": [self._group], **self._sections}
         path = self.directory / "gateway.yaml"

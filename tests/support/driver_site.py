@@ -59,6 +59,7 @@ class Link:
         self.driver = driver
         self.sent: list[str] = []
         self.aborted: list[str] = []
+        self.renewed: list[tuple[int, int]] = []
         self.fails_at: int | None = None
 
     def send(self, rank: int, incarnation: int, request: EngineRequest) -> None:
@@ -68,6 +69,9 @@ class Link:
 
     def abort(self, rank: int, incarnation: int, wire_ids: list[str]) -> None:
         self.aborted += wire_ids
+
+    def renew(self, rank: int, incarnation: int) -> None:
+        self.renewed.append((rank, incarnation))
 
 
 class Site:

@@ -15,12 +15,13 @@ from gateway.edges.grpc_server import GrpcServers
 from gateway.edges.grpc_status import STATUS_KEY
 from gateway.v1 import admin_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 from tests.support.fake_driver import FakeDriver, Script
+from tests.support.transport import TRANSPORT
 
 
 def make_config(ranks: int = 4, **sections: Any) -> Config:
     """A small configuration on free loopback ports; `sections` are merged into it."""
     group = {"name": "g", "protocol": "vllm", "handshake": "tcp://127.0.0.1:1", "ranks": ranks}
-    listen = {"grpc": "127.0.0.1:0", "admin": "127.0.0.1:0"} | sections.pop("listen", {})
+    listen = {"grpc": "127.0.0.1:0", "admin": "127.0.0.1:0", "transport": TRANSPORT} | sections.pop("listen", {})
     model = {"name": "m", "max_context_tokens": 4096, "vocab_size": 32000} | sections.pop("model", {})
     return msgspec.convert({"version": 1, "model": model, "groups": [group], "listen": listen, **sections}, Config)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from gateway.config.schema import Config, Group, Listen, Model, Sockets
+from gateway.config.schema import Config, Coordinator, Group, Listen, Model, Sockets
 from gateway.core.events import BatchReceived, Event, RankJoined, RankLost, SendBlocked, SendFailed, SendUnblocked
 from gateway.edges.engine_link import EngineLink
 from gateway.edges.state_store import StateStore
@@ -26,6 +26,8 @@ def make_config(
     handshake: str = ANY_PORT,
     start_index: int = 0,
     allow_wildcard: bool = False,
+    coupled: bool = False,
+    coordinator: bool = True,
     more_groups: tuple[Group, ...] = (),
     **sockets: object,
 ) -> Config:
@@ -35,6 +37,8 @@ def make_config(
         handshake=handshake,
         ranks=ranks,
         start_index=start_index,
+        coupled=coupled,
+        coordinator=Coordinator(enabled=coordinator),
         sockets=Sockets(transport=transport, **sockets),
     )
     return Config(

@@ -7,6 +7,7 @@ import grpc
 from google.rpc import error_details_pb2
 
 from gateway.edges import grpc_many
+from gateway.edges.grpc_gate import CallGate
 from gateway.edges.grpc_request import RequestReader
 from gateway.v1 import gateway_pb2
 from tests.support.fake_driver import FakeDriver
@@ -69,6 +70,9 @@ class GatedTransport:
     async def send_initial_metadata(self, metadata: Any) -> None:
         pass
 
+    def accepted(self, stream: Any = None) -> None:
+        pass
+
     async def write(self, message: bytes) -> None:
         self.sent.append(gateway_pb2.GenerateManyResponse.FromString(message))
         await self.gate.wait()
@@ -94,7 +98,8 @@ class Stream:
 
 
 def open_stream(driver: Any) -> grpc_many.ManyStream:
-    return grpc_many.ManyStream(driver, RequestReader(make_config()), client_key="s", max_live=9)
+    config = make_config()
+    return grpc_many.ManyStream(driver, RequestReader(config), CallGate(config), client_key="s", max_live=9)
 
 
 async def arrivals(driver: FakeDriver, count: int) -> None:

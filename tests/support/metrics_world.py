@@ -16,6 +16,7 @@ from gateway.core.tenants import Account
 from gateway.edges.engine_link.counters import LinkCounters
 from gateway.edges.metrics import Metrics
 from gateway.edges.security import Security
+from gateway.h2.protocol.errors import ErrorCode
 from tests.support.core import Bench, load, wire_id
 
 
@@ -69,6 +70,7 @@ class World(Bench):
         for number, (sequence, (predicted, actual)) in enumerate(zip(request.sequences, prefills, strict=False)):
             attempt = sequence.attempt = Attempt(sequence, "w", 1, number, 1, self.now + waited_s)
             attempt.prefill_us, attempt.actual_prefill_us = predicted, actual
+            sequence.sent_at = attempt.sent_at
         self.metrics.observe_ended(request, self.now)
 
     def finish_all(self, request, **more):
@@ -79,7 +81,7 @@ class World(Bench):
         """Everything that is in flight produces a token and ends."""
         dispatched, self.dispatched = self.dispatched, []
         for effect in dispatched:
-            self.batch(effect.rank, [(effect.request.wire_id, [9], "length")])
+            self.batch(effect.rank, [(effect.request.wire_id, [9], "stop")])
 
     def scrape(self):
         registry = CollectorRegistry()
@@ -122,6 +124,7 @@ def busy_world():
     refused = world.arrived(prompt=())
     world.send(refused)
     fill(world.scheduled, world.now)
+    world.metrics._gate.http2_faults.note(ErrorCode.PROTOCOL_ERROR, "of a client", "ipv4:127.0.0.1:1")
     return world
 
 

@@ -104,6 +104,11 @@ class Process:
         return self._stdout.read_text(errors="replace")
 
     @property
+    def log_path(self) -> Path:
+        """The file of stderr."""
+        return self._stderr
+
+    @property
     def log(self) -> str:
         """Everything on stderr so far."""
         return self._stderr.read_text(errors="replace")

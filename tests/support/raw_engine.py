@@ -85,7 +85,9 @@ def batch(family: str, rows: Sequence[tuple[str, list[int], str]], *, index: int
 class RawEngine:
     """One engine rank. Every step of its life is a method; `join` does them in the family's order."""
 
-    def __init__(self, handshake: str, index: int = 0, family: str = "tokenspeed", *, receive_hwm: int = 1000) -> None:
+    def __init__(
+        self, handshake: str, index: int = 0, family: str = "tokenspeed", *, receive_hwm: int = 1000, proxy: str = ""
+    ) -> None:
         self.family = family
         self.index = index
         self.identity = index.to_bytes(2, "little")
@@ -93,16 +95,23 @@ class RawEngine:
         self.context.set(zmq.BLOCKY, False)
         self.handshake_address = handshake
         self.receive_hwm = receive_hwm
+        self.proxy = proxy
         self.handshake = self.dial(handshake, zmq.DEALER)
         self.input: zmq.Socket[bytes] | None = None
         self.output: zmq.Socket[bytes] | None = None
+        self.reports: zmq.Socket[bytes] | None = None
+        self.subscriptions: list[zmq.Socket[bytes]] = []
         self.addresses: tuple[str, str] | None = None
+        self.coordinator: tuple[str, str] | None = None
+        self.parallel_config: dict[str, object] = {}
 
     def dial(self, address: str, kind: int, identity: bytes | None = None) -> "zmq.Socket[bytes]":
         """An empty identity lets the ROUTER make one up."""
         socket = self.context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        if self.proxy:
+            socket.setsockopt_string(zmq.SOCKS_PROXY, self.proxy)
         if kind == zmq.DEALER:
             if identity != b"":
                 socket.setsockopt(zmq.IDENTITY, identity or self.identity)
@@ -121,15 +130,39 @@ class RawEngine:
     async def init(self) -> tuple[str, str]:
         """Wait for INIT; the addresses for requests and batches."""
         message = unpack((await self.receive(self.handshake))[-1])
-        assert message["parallel_config"] == {}
+        self.parallel_config = message["parallel_config"]
         addresses = message["addresses"]
-        assert addresses["coordinator_input"] is None
+        if addresses["coordinator_input"] is not None:
+            self.coordinator = (addresses["coordinator_input"], addresses["coordinator_output"])
         self.addresses = (addresses["inputs"][0], addresses["outputs"][0])
         return self.addresses
 
     def connect_input(self) -> None:
         assert self.addresses is not None
         self.input = self.dial(self.addresses[0], zmq.DEALER)
+
+    def subscribe(self) -> "zmq.Socket[bytes]":
+        """Ask the coordinator for what it publishes; each call is another connection."""
+        assert self.coordinator is not None
+        socket = self.dial(self.coordinator[0], zmq.XSUB)
+        self.subscriptions.append(socket)
+        socket.send(b"\x01")
+        return socket
+
+    def report(self, running: int, waiting: int, kv_usage: float = 0.0, **more: object) -> None:
+        """Push a load to the coordinator."""
+        stats = {"num_running_reqs": running, "num_waiting_reqs": waiting, "kv_cache_usage": kv_usage}
+        self.push_report(pack([self.index, [], stats | more, 2.5, None, None, None, None, None]))
+
+    def report_wave(self, *, complete: int | None = None, start: int | None = None) -> None:
+        """Push wave control to the coordinator."""
+        self.push_report(pack([self.index, [], None, 2.5, None, None, complete, start, None]))
+
+    def push_report(self, *frames: bytes) -> None:
+        if self.reports is None:
+            assert self.coordinator is not None
+            self.reports = self.dial(self.coordinator[1], zmq.PUSH)
+        self.reports.send_multipart(frames)
 
     def register(self, payload: bytes | None = None) -> None:
         if self.input is None:

@@ -27,6 +27,7 @@ from gateway.core.request import Request, Sequence
 from gateway.types import Protocol
 from gateway.v1 import admin_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 from tests.support.engine_edge import STUBS
+from tests.support.transport import TRANSPORT
 
 VOCAB_SIZE = 32_000
 MAX_CONTEXT_TOKENS = 16_384
@@ -51,7 +52,7 @@ def gateway_config(protocol: Protocol, ranks: int = 2, **sections: Any) -> Confi
     free = "127.0.0.1:0"
     values: dict[str, Any] = {
         "version": 1,
-        "listen": {"grpc": free, "admin": free, "metrics": None},
+        "listen": {"grpc": free, "admin": free, "metrics": None, "transport": TRANSPORT},
         "model": {"name": "stub", "max_context_tokens": MAX_CONTEXT_TOKENS, "vocab_size": VOCAB_SIZE},
         "policy": {"preset": "lmetric", "seed": 20_261},
         "groups": [
@@ -253,6 +254,8 @@ def _leftovers(stack: Stack) -> list[str]:
         "unflushed": router.dirty or driver._waiting,
         "client ids": router._registry._by_client,
         "streams": stack.gateway.servers._gateway._many,
+        "open calls": stack.gateway.servers.gate.streams,
+        "watched streams": len(stack.gateway.servers.gate.watch),
         "accepted and ended differ": counters.accepted != sum(counters.ended.values())
         and (counters.accepted, counters.ended),
         "log lines and outcomes differ": lines != outcomes and (lines, outcomes),
