@@ -1,0 +1,50 @@
+"""What a connection tells the layer above."""
+
+import msgspec
+
+from gateway.h2.protocol.errors import ErrorCode
+from gateway.h2.protocol.heads import RequestHead
+from gateway.h2.protocol.streams import Stream
+
+
+class RequestStarted(msgspec.Struct, frozen=True):
+    """A request's header block; `head` is None when it was well-formed and too large."""
+
+    stream: Stream
+    head: RequestHead | None
+
+
+class DataReceived(msgspec.Struct, frozen=True):
+    """A piece of a request's body. Give it back to the window with `Connection.consume`."""
+
+    stream: Stream
+    data: bytes
+
+
+class RequestEnded(msgspec.Struct, frozen=True):
+    """The client has said everything."""
+
+    stream: Stream
+
+
+class StreamDrained(msgspec.Struct, frozen=True):
+    """The stream can send at once again."""
+
+    stream: Stream
+
+
+class StreamReset(msgspec.Struct, frozen=True):
+    """The stream is closed before its response has ended: by the client, or because it broke a rule."""
+
+    stream: Stream
+    code: ErrorCode | int
+
+
+class ConnectionFailed(msgspec.Struct, frozen=True):
+    """Nothing goes on here; what is left to take is a GOAWAY."""
+
+    code: ErrorCode
+    message: str
+
+
+Event = RequestStarted | DataReceived | RequestEnded | StreamDrained | StreamReset | ConnectionFailed

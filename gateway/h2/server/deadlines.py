@@ -1,0 +1,41 @@
+"""Deadlines of calls, looked at once per interval all together, so that a call costs no timer."""
+
+from typing import Protocol
+
+INTERVAL_S = 0.1
+
+
+class Timed(Protocol):
+    """A call with a deadline."""
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        ...
+
+
+class Deadlines:
+    """Calls by the interval that their deadline falls into. Times in seconds of the loop's clock."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, set[Timed]] = {}
+
+    def add(self, call: Timed, deadline_at: float) -> int:
+        """Remember a call. Returns the number of its slot, to remove it with."""
+        number = int(deadline_at / INTERVAL_S) + 1
+        self._slots.setdefault(number, set()).add(call)
+        return number
+
+    def remove(self, call: Timed, number: int) -> None:
+        """The call has ended."""
+        slot = self._slots.get(number)
+        if slot is not None:
+            slot.discard(call)
+            if not slot:
+                del self._slots[number]
+
+    def expire(self, now: float) -> None:
+        """End the calls whose deadline has passed, up to one interval late and never early."""
+        last = int(now / INTERVAL_S)
+        for number in [number for number in self._slots if number <= last]:
+            for call in self._slots.pop(number):
+                call.expire()
