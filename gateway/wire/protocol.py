@@ -23,6 +23,10 @@ class EngineProtocol(TypingProtocol):
     coordinator: "CoordinatorProtocol | None"
     """None where the family's ranks report to nobody but through their batches."""
 
+    def may_be(self, engine_version: str) -> bool:
+        """Whether an engine that calls its version this in the handshake may be of the family. Empty: it said nothing."""
+        ...
+
     def encode_add(self, request: EngineRequest) -> list[bytes]:
         """Frames `[type, payload]` that submit one request."""
         ...

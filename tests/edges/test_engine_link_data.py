@@ -11,7 +11,7 @@ import pytest
 import uvloop
 import zmq
 
-from gateway.core.events import BatchReceived, RankLost, SendBlocked
+from gateway.core.events import BatchReceived, RankHeard, RankLost, SendBlocked
 from gateway.edges.engine_link import LinkState, channel, loss
 from gateway.edges.engine_link.reader import MAX_MESSAGES_PER_CALLBACK
 from tests.support.link_harness import request, running_link
@@ -59,6 +59,7 @@ async def test_noise_is_counted_and_the_rank_goes_on(frame):
         engine.push_rows([("a", [1], "")])
         await until(lambda: harness.rows == ["a"])
         assert sum(harness.link.counters.noise.values()) == 1
+        assert not harness.of(RankHeard), "no sign of life"
         assert not harness.losses
 
 

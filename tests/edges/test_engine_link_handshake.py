@@ -397,3 +397,16 @@ async def test_the_temporary_directory_is_private_and_goes_away():
         directory = Path(engine.addresses[0].removeprefix("ipc://")).parent
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("version", "family_of"), [("tokenspeed-0.1.1", "tokenspeed"), ("0.32.0", "vllm"), ("", None)])
+async def test_an_engine_of_another_family_is_an_error_in_the_log(family, version, family_of):
+    async with running_link(family=family) as harness:
+        engine = harness.engine(0)
+        engine.hello()
+        await engine.init()
+        engine.register(ready_response(family, vllm_version=version))
+        engine.ready()
+        await until(lambda: harness.joins)
+        assert len(harness.logged("protocol_mismatch")) == (family_of not in (family, None))

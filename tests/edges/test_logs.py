@@ -285,6 +285,17 @@ def test_the_wait_for_a_rank_is_logged_apart_from_the_rest():
     assert [(line["queue_ms"], line["e2e_ms"]) for line in lines(stream)] == [(0.0, 750.0), (750.0, 1250.0)]
 
 
+def test_the_wait_is_that_before_the_first_rank_also_when_a_second_one_went_on():
+    stream = configured()
+    bench = LoggedBench(2, failure={"reroute": True})
+    request = bench.request()
+    bench.now += 3.0
+    bench.lose(request.sequences[0].attempt.rank)
+    bench.finish(request)
+    (line,) = lines(stream)
+    assert (line["outcome"], line["attempts"], line["queue_ms"]) == ("ok", 2, 0.0)
+
+
 def test_a_request_that_no_rank_got_has_a_line_too():
     stream = configured()
     bench = LoggedBench(1, **QUEUE)

@@ -34,11 +34,12 @@ class Intake:
             self._pass_on(message, incarnation)
             return False
         if isinstance(message, EngineNoise):
+            # No sign of life: an engine of another family sends nothing else.
             counters.noise.add(message.reason)
             self._env.limited_log.warning("output_noise", rank=self._rank, reason=message.reason)
         else:
             counters.controls += 1
-        self._env.events.emit(RankHeard(self._rank, incarnation))
+            self._env.events.emit(RankHeard(self._rank, incarnation))
         return False
 
     def _pass_on(self, batch: EngineBatch, incarnation: int) -> None:

@@ -306,13 +306,19 @@ class RankLink:
             memory.incarnation,
             on_unreachable=lambda: self._begin_loss(UNREACHABLE, expects_rows=False),
         )
-        if self._protocol.coordinator is not None and info.data_parallel_size > 1 and not self._is_coupled:
-            # Its ranks step together; nobody wakes the others when one of them is given work.
-            self._log.warning("group_not_coupled", data_parallel_size=info.data_parallel_size)
+        self._question(info)
         self._env.counters.handshakes.add("reattached" if reattached else "joined")
         self._env.events.emit(
             RankJoined(rank=self.rank, incarnation=memory.incarnation, info=info, reattached=reattached)
         )
+
+    def _question(self, info: RankInfo) -> None:
+        """Say what of the rank's own words does not go with the configuration of its group."""
+        if not self._protocol.may_be(info.engine_version):
+            self._log.error("protocol_mismatch", protocol=self._protocol.name, engine_version=info.engine_version)
+        elif self._protocol.coordinator is not None and info.data_parallel_size > 1 and not self._is_coupled:
+            # Its ranks step together; nobody wakes the others when one of them is given work.
+            self._log.warning("group_not_coupled", data_parallel_size=info.data_parallel_size)
 
     def on_output(self, frames: list[zmq.Frame]) -> None:
         """A message on the batch socket."""

@@ -15,6 +15,10 @@ class TokenSpeedProtocol:
     name: Protocol = "tokenspeed"
     coordinator: CoordinatorProtocol | None = None
 
+    def may_be(self, engine_version: str) -> bool:
+        """TokenSpeed announces `tokenspeed-<version>`."""
+        return not engine_version or engine_version.startswith("tokenspeed")
+
     def encode_add(self, request: EngineRequest) -> list[bytes]:
         """Frames `[type, payload]`; the payload is the 11-element prefix of `TokenizedGenerateReqInput`."""
         return encode_add(request)

@@ -23,6 +23,10 @@ class VllmProtocol:
     def __init__(self, *, client_index: int = 0) -> None:
         self._client_index = client_index
 
+    def may_be(self, engine_version: str) -> bool:
+        """vLLM announces bare version numbers; TokenSpeed, in the same field, its name before them."""
+        return not engine_version.startswith("tokenspeed")
+
     def encode_add(self, request: EngineRequest) -> list[bytes]:
         """Frames `[type, payload]`; the payload is the 14-element prefix of `EngineCoreRequest`."""
         return encode_add(request, self._client_index)
