@@ -1,7 +1,9 @@
 """The parts of one router that its steps share. Each has one owner of its data; this is only who they are."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+from gateway.config.schema import Config
 from gateway.core.admission import Admission
 from gateway.core.answers import Answers
 from gateway.core.attempts import Attempts
@@ -27,3 +29,34 @@ class Parts(NamedTuple):
     policy: Policy
     attempts: Attempts
     dispatcher: Dispatcher | None
+
+
+def build(config: Config, nonce: str, rng: Callable[[], float]) -> Parts:
+    """The parts of a new router; `nonce` is 16 hex digits, `rng` gives uniform floats in [0, 1)."""
+    ranks = RankTable(config)
+    counters = Counters(ranks.size)
+    predictor = Predictor(config.predictor)
+    load = LoadBook(ranks, config.load, config.gateways, counters)
+    policy = Policy(
+        config.policy,
+        config.filters,
+        ranks,
+        gateways=config.gateways,
+        coupled=any(group.coupled for group in config.groups),
+        rng=rng,
+    )
+    dispatcher = Dispatcher(config, ranks, policy, predictor) if config.scheduling.mode != "direct" else None
+    batches = dispatcher.batches if dispatcher is not None else None
+    attempts = Attempts(config, nonce, ranks, policy, predictor, load, batches, counters)
+    return Parts(
+        ranks=ranks,
+        counters=counters,
+        predictor=predictor,
+        load=load,
+        admission=Admission(config),
+        answers=Answers(config),
+        registry=Registry(config),
+        policy=policy,
+        attempts=attempts,
+        dispatcher=dispatcher,
+    )

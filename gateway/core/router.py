@@ -9,21 +9,13 @@ Rules of this module:
 """
 
 from collections.abc import Callable
-from math import nan
 from typing import assert_never
 
 from gateway.config.schema import Config
 from gateway.core.acceptance import Acceptance
-from gateway.core.admission import Admission
-from gateway.core.answers import Answers
 from gateway.core.arrivals import Arrivals
-from gateway.core.attempts import Attempts
 from gateway.core.audit import Audit
 from gateway.core.batches import BatchIntake
-from gateway.core.batches_in_flight import BatchesInFlight
-from gateway.core.counters import Counters
-from gateway.core.decisions import Decision, DecisionRing
-from gateway.core.dispatcher import Dispatcher
 from gateway.core.effects import (
     AbortOnRank,
     Effect,
@@ -56,73 +48,37 @@ from gateway.core.events import (
 from gateway.core.fleet import Fleet
 from gateway.core.health import Health
 from gateway.core.lifecycle import Evidence, Phase
-from gateway.core.load import LoadBook
 from gateway.core.moves import Moves
-from gateway.core.ordering import Ordering
-from gateway.core.parts import Parts
+from gateway.core.parts import build
 from gateway.core.patience import Patience
-from gateway.core.policy import Policy
-from gateway.core.predictor import Predictor
 from gateway.core.pump import Pump
-from gateway.core.ranks import SERVING, RankState, RankTable
+from gateway.core.ranks import RankState
+from gateway.core.readings import Readings
 from gateway.core.reconfigure import Configurable, Reconfiguration
 from gateway.core.recovery import Recovery
 from gateway.core.refusals import (
     ended_by,
     refused_by_engine,
 )
-from gateway.core.registry import Registry
-from gateway.core.request import Attempt, Request, Sequence
-from gateway.core.response_cache import ResponseCache
+from gateway.core.request import Attempt
 from gateway.core.strays import Strays
-from gateway.core.tenants import Account
-from gateway.core.views import RankView, rank_view
 from gateway.core.waves import Waves
 
 _READY, _ENGINE = RankState.READY, Evidence.ENGINE
 
 
-class Router:
+class Router(Readings):
     """Owns all state of the gateway. `rng` gives uniform floats in [0, 1); `nonce` is 16 hex digits."""
 
     def __init__(self, config: Config, *, nonce: str, rng: Callable[[], float]) -> None:
-        self.ranks = RankTable(config)
-        self.counters = Counters(self.ranks.size)
-        self.predictor = Predictor(config.predictor)
+        parts = self._parts = build(config, nonce, rng)
+        self.ranks, self.counters, self.predictor = parts.ranks, parts.counters, parts.predictor
         self.is_draining = False
-        self._load = LoadBook(self.ranks, config.load, config.gateways, self.counters)
-        self._answers = Answers(config)
-        self._registry = Registry(config)
-        self._policy = Policy(
-            config.policy,
-            config.filters,
-            self.ranks,
-            gateways=config.gateways,
-            coupled=any(group.coupled for group in config.groups),
-            rng=rng,
-        )
-        self._dispatcher: Dispatcher | None = None
-        if config.scheduling.mode != "direct":
-            self._dispatcher = Dispatcher(config, self.ranks, self._policy, self.predictor)
-        self._admission = Admission(config)
-        self._attempts = Attempts(
-            config, nonce, self.ranks, self._policy, self.predictor, self._load, self.batches, self.counters
-        )
-        parts = Parts(
-            self.ranks,
-            self.counters,
-            self.predictor,
-            self._load,
-            self._admission,
-            self._answers,
-            self._registry,
-            self._policy,
-            self._attempts,
-            self._dispatcher,
-        )
+        self._load, self._answers, self._registry = parts.load, parts.answers, parts.registry
+        self._admission, self._attempts, self._dispatcher = parts.admission, parts.attempts, parts.dispatcher
         self._arrivals = Arrivals(config, parts)
         self._acceptance = Acceptance(config, parts, self._arrivals)
-        patience = Patience(parts, self._dispatcher) if self._dispatcher is not None else None
+        patience = Patience(parts, parts.dispatcher) if parts.dispatcher is not None else None
         self._endings = Endings(parts, self._acceptance, patience)
         self._pump = Pump(parts, patience, self._endings) if patience is not None else None
         recovery = Recovery(config, parts, self._endings)
@@ -145,120 +101,6 @@ class Router:
         others += [self._intake, self._audit, self._health, self._waves]
         others += [self._dispatcher] if self._dispatcher is not None else []
         self._reconfiguration = Reconfiguration(config, parts, self._fleet, others)
-
-    # ---- reading -----------------------------------------------------------------------------
-
-    @property
-    def live_count(self) -> int:
-        """Accepted requests without a terminal outcome."""
-        return len(self._registry)
-
-    @property
-    def in_flight(self) -> int:
-        """Attempts that are charged to a rank."""
-        return len(self._attempts.ledger.live)
-
-    @property
-    def decisions(self) -> DecisionRing:
-        """The latest decisions."""
-        return self._attempts.decisions
-
-    @property
-    def queue_depth(self) -> int:
-        """Sequences that wait for a rank."""
-        return len(self._dispatcher) if self._dispatcher is not None else 0
-
-    @property
-    def batches(self) -> BatchesInFlight | None:
-        """The batches in flight, in mode batch."""
-        return self._dispatcher.batches if self._dispatcher is not None else None
-
-    @property
-    def ordering(self) -> Ordering | None:
-        """The preserved order, if there is one."""
-        return self._answers.ordering
-
-    @property
-    def response_cache(self) -> ResponseCache | None:
-        """The response cache, if there is one."""
-        return self._answers.cache
-
-    @property
-    def dirty(self) -> list[Sequence | Request]:
-        """What the edge has to send, in order."""
-        return self._answers.dirty
-
-    @property
-    def layout(self) -> Config:
-        """The configuration in force, with the ranks that it leaves out and that have not gone yet."""
-        return self._reconfiguration.layout
-
-    def accounts(self) -> list[Account]:
-        """The accounts of the tenants that the configuration names."""
-        return self._admission.tenants.named
-
-    def oldest_age_s(self, now: float) -> float:
-        """Age of the oldest live request; 0 when there is none."""
-        oldest = self._registry.oldest()
-        return now - oldest.accepted_at if oldest is not None else 0.0
-
-    def why_not_ready(self) -> str | None:
-        """What keeps the gateway from being ready, or None: `min_ready` READY ranks in every group, no drain."""
-        if self.is_draining:
-            return "the gateway is draining"
-        ready = [0] * len(self.layout.groups)
-        for state, number in zip(self.ranks.state, self.ranks.group_of, strict=True):
-            ready[number] += state is RankState.READY
-        for have, group in zip(ready, self.layout.groups, strict=True):
-            if have < group.min_ready:
-                return f"group {group.name}: {have} of {group.ranks} ranks are READY, {group.min_ready} needed"
-        return None
-
-    def find(self, client_key: str, request_id: str) -> Request | None:
-        """The live request with this client id."""
-        return self._registry.find(client_key, request_id)
-
-    def take_dirty(self) -> list[Sequence | Request]:
-        """Sequences with something to flush and requests that have ended, in the order in which they must leave."""
-        return self._answers.take_dirty()
-
-    def next_due(self) -> float | None:
-        """When the core wants a `Tick` before the usual one, if it does."""
-        return self._dispatcher.next_due() if self._dispatcher is not None else None
-
-    def explain(self, arrived: RequestArrived, now: float) -> Decision:
-        """Decide without charging, recording or advancing anything. Raises on an invalid request."""
-        self._arrivals.validate(arrived)
-        with self._policy.dry_run():
-            decision = self._attempts.choose(arrived, self.predictor.prefill_us(len(arrived.prompt_token_ids)), now)
-        if self._dispatcher is not None:
-            decision.gate = self._dispatcher.gate_states(now)
-            decision.queue_depth = len(self._dispatcher)
-        return decision
-
-    def rank_views(self, now: float) -> list[RankView]:
-        """Every rank, in order; `cost` is that of a one-token prompt."""
-        costs = self._policy.nominal_costs(now) or [nan] * self.ranks.size
-        return [rank_view(self.ranks, rank, now, cost) for rank, cost in enumerate(costs)]
-
-    def check(self) -> None:
-        """Assert every invariant; for tests, after every step."""
-        requests = list(self._registry)
-        sequences = [sequence for request in requests for sequence in request.sequences]
-        attempts = [sequence.attempt for sequence in sequences if sequence.attempt is not None]
-        self.ranks.check()
-        self._registry.check()
-        self._answers.check()
-        self._reconfiguration.check()
-        self._admission.check_sums(requests)
-        self._attempts.check([attempt for attempt in attempts if not attempt.released])
-        if self._dispatcher is not None:
-            self._dispatcher.check([sequence for sequence in sequences if sequence.entry is not None])
-        assert all(request.is_settled or request.unfinished > 0 for request in requests)
-        assert self.counters.accepted == sum(self.counters.ended.values()) + len(requests)
-        for rank in range(self.ranks.size):
-            if self.ranks.state[rank] not in SERVING:
-                assert self.ranks.in_flight[rank] == 0
 
     # ---- the one mutator ---------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ def test_the_queues_time_out_is_everyones_from_its_own_acceptance():
     assert bench.router.counters.queue_timeouts == 20
     bench.tick(0.6)
     assert late.error.reason is Reason.QUEUE_TIMEOUT
+    assert {request.error.facts["timeout_of"] for request in (*together, late)} == {"queue"}
 
 
 def test_so_is_the_wait_for_a_rank():
@@ -55,6 +56,7 @@ def test_what_a_follower_asks_for_ends_its_wait_and_no_other():
     assert not follower.is_ended
     bench.tick(0.1)
     assert follower.error.reason is Reason.QUEUE_TIMEOUT
+    assert (follower.error.facts["timeout_of"], follower.error.facts["timeout_s"]) == ("call", 0.5)
     bench.finish(bench.running)
     bench.finish(leader)
     assert (leader.error, other.error, other.is_cached) == (None, None, True)

@@ -314,10 +314,10 @@ def test_the_policy_changes_and_its_counts_go_on():
 def test_a_formula_that_cant_be_used_changes_nothing(bad):
     bench = Bench(2)
     requests = [bench.request() for _ in range(2)]
-    layout, resolved = bench.router.layout, bench.router._policy.resolved
+    layout, resolved = bench.router.layout, bench.router._parts.policy.resolved
     with pytest.raises(ValueError):
         bench.router.handle(Reconfigured(make_config(1, admission={"max_in_flight": 1}, **bad)), bench.now)
-    assert (bench.router.layout, bench.router._policy.resolved) == (layout, resolved)
+    assert (bench.router.layout, bench.router._parts.policy.resolved) == (layout, resolved)
     bench.router.check()
     assert bench.router.ranks.state == [READY, READY]
     finish_all(bench, [*requests, bench.request()])

@@ -4,6 +4,7 @@ import pytest
 
 from gateway.core import refusals
 from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RankDrained
 from gateway.core.request import Attempt, Request
 from tests.support.core import Bench, make_info
 
@@ -58,6 +59,21 @@ def refused(bench, *args, **request):
     with pytest.raises(GatewayError) as caught:
         bench.request(*args, **request)
     return caught.value
+
+
+def test_a_rank_that_is_not_ready_is_named_with_its_state():
+    bench = Bench(3)
+    pinned = {"pinned_rank": 1}
+    bench.lose(1)
+    assert refused(bench, **pinned).message == "rank 1 is not READY (LOST); retry later or drop the pin"
+    bench.send(RankDrained(0))
+    assert "rank 0 is not READY (DRAINING); " in refused(bench, pinned_rank=0).message
+    bench.lose(2)
+    assert refused(bench).message == ("no rank that could take the request is READY (1 DRAINING, 2 LOST); retry later")
+    absent = Bench(2, join=False)
+    assert "rank 1 is not READY (ABSENT); " in refused(absent, **pinned).message
+    assert "is READY (2 ABSENT); " in refused(absent).message
+    assert "is READY (ABSENT); " in refused(Bench(1, join=False)).message
 
 
 def test_no_rank_says_why_and_names_its_record():

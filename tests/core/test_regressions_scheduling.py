@@ -147,9 +147,9 @@ def test_an_event_costs_the_same_however_long_the_queue_is(shut, monkeypatch):
         bench.request([1] * 390, pinned_rank=pin)
     assert bench.router.queue_depth == 500
     calls = []
-    decide = bench.router._policy.decide_gated
+    decide = bench.router._parts.policy.decide_gated
     monkeypatch.setattr(
-        bench.router._policy, "decide_gated", lambda *args, **more: calls.append(1) or decide(*args, **more)
+        bench.router._parts.policy, "decide_gated", lambda *args, **more: calls.append(1) or decide(*args, **more)
     )
     for _ in range(10):
         bench.tick(0.05)
@@ -168,9 +168,9 @@ def test_what_is_kept_back_is_tried_a_bounded_number_of_times(monkeypatch):
         bench.request()
     assert bench.router.queue_depth == 100
     calls = []
-    decide = bench.router._policy.decide_gated
+    decide = bench.router._parts.policy.decide_gated
     monkeypatch.setattr(
-        bench.router._policy, "decide_gated", lambda *args, **more: calls.append(1) or decide(*args, **more)
+        bench.router._parts.policy, "decide_gated", lambda *args, **more: calls.append(1) or decide(*args, **more)
     )
     bench.tick(0.05)
     assert len(calls) == 17

@@ -255,7 +255,34 @@ def test_a_call_may_shorten_its_time_in_the_queue_and_not_lengthen_it(asked_s, e
     bench.tick(ends_at - 0.01)
     assert not waiting.is_ended
     bench.tick(0.01)
-    assert waiting.error.reason is Reason.QUEUE_TIMEOUT
+    error = waiting.error
+    assert error.reason is Reason.QUEUE_TIMEOUT
+    whose = "call" if ends_at < 1 else "queue"
+    assert (error.facts["timeout_of"], error.facts["timeout_s"]) == (whose, ends_at)
+    named = "the call's own time-out" if ends_at < 1 else "the queue's time-out"
+    assert error.message == f"no rank had room for {ends_at:.3f} s, and {named} is {ends_at:g} s; retry later"
+    drain(bench)
+
+
+@pytest.mark.parametrize(
+    ("queue", "asked_s", "waited_s", "expected"),
+    [
+        ({"timeout_s": 1.0, "timeout_action": "delay"}, 3.0, 3.0, ("call", 3.0)),
+        ({"timeout_s": 1.0, "timeout_action": "delay"}, 1.0, 1.0, ("call", 1.0)),
+        ({"timeout_s": 1.0, "timeout_action": "delay"}, 1.5, 9.0, ("call", 1.5)),  # both between two ticks
+        ({}, 0.5, 0.5, ("call", 0.5)),
+        ({"timeout_s": 1.0}, 1.0, 1.0, ("call", 1.0)),
+        ({"timeout_s": 1.0, "allow_timeout_override": False}, 0.5, 1.0, ("queue", 1.0)),
+        ({"timeout_s": 9.0, "levels": [{"priority": 0, "timeout_s": 2.0}]}, 5.0, 2.0, ("queue", 2.0)),
+    ],
+)
+def test_a_time_out_says_whose_it_was_and_how_long(queue, asked_s, waited_s, expected):
+    bench = queueing(queue=queue)
+    bench.request()
+    waiting = bench.request(queue_timeout_s=asked_s)
+    bench.tick(waited_s)
+    facts = waiting.error.facts
+    assert (facts["timeout_of"], facts["timeout_s"], facts["waited_ms"]) == (*expected, waited_s * 1e3)
     drain(bench)
 
 

@@ -24,13 +24,13 @@ def looks(monkeypatch):
     counts = [0]
 
     def count_in(bench):
-        decide = bench.router._policy.decide_gated
+        decide = bench.router._parts.policy.decide_gated
 
         def decide_gated(*args, **more):
             counts[0] += 1
             return decide(*args, **more)
 
-        monkeypatch.setattr(bench.router._policy, "decide_gated", decide_gated)
+        monkeypatch.setattr(bench.router._parts.policy, "decide_gated", decide_gated)
         return counts
 
     return count_in

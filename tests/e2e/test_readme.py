@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 
 import click
 import grpc_health.v1.health_pb2  # noqa: F401 - its descriptors are looked up below
@@ -31,6 +32,7 @@ SHELL = {"&", "&&", ";", "|", ">", ">>", "<"}
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMENTED = sorted((ROOT / "configs").rglob("*.yaml"))
 README = (ROOT / "README.md").read_text()
+API = (ROOT / "docs/api.md").read_text()
 
 
 def blocks(text, *languages):
@@ -146,6 +148,20 @@ class Story:
         (found,) = [words for words in commands_in(README) if words[: len(start)] == list(start)]
         return [self.put(word) for word in found]
 
+    def answers(self, text):
+        """Run every grpcurl line of a page; by the name of the method."""
+        calls = [[self.put(word) for word in words] for words in commands_in(text) if words[0] == "grpcurl"]
+        answers = {words[-1].rpartition("/")[2]: run(*words) for words in calls}
+        assert all(done.returncode == 0 for done in answers.values()), answers
+        return answers
+
+    def program(self, text):
+        """What the page's Python program prints."""
+        (block,) = blocks(text, "python")
+        done = run(sys.executable, "-c", self.put(block))
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
 
 def test_the_readme_works_from_top_to_bottom():
     with Deployment("vllm") as site:
@@ -161,9 +177,7 @@ def test_the_readme_works_from_top_to_bottom():
         site.wait_ready()
         assert ranks.is_running
 
-        calls = [[story.put(word) for word in words] for words in commands_in(README) if words[0] == "grpcurl"]
-        answers = {words[-1].rpartition("/")[2]: run(*words) for words in calls}
-        assert all(done.returncode == 0 for done in answers.values()), answers
+        answers = story.answers(README)
         messages = json_documents(answers["Generate"].stdout)
         assert sum(len(message["token_ids"]) for message in messages) == 8
         listed = json_documents(answers["ListRanks"].stdout)[0]["ranks"]
@@ -174,6 +188,16 @@ def test_the_readme_works_from_top_to_bottom():
         assert (explained.returncode, explained.stderr) == (0, "")
         assert "chosen   rank " in explained.stdout
         assert len(re.findall(r"eligible$", explained.stdout, re.MULTILINE)) == site.ranks
+        lists = [json.loads(line) for line in story.program(README).splitlines()]
+        assert len([token for tokens in lists for token in tokens]) == 8
+
+        # The page on the API, at the same gateway.
+        described = story.answers(API)
+        assert "x-rankgate-decision-id" in described["Generate"].stdout
+        drained = json_documents(described["DrainRank"].stdout)[0]["rank"]["state"]
+        undrained = json_documents(described["UndrainRank"].stdout)[0]["rank"]["state"]
+        assert (drained, undrained) == ("RANK_STATE_DRAINING", "RANK_STATE_READY")
+        assert len(json.loads(story.program(API))) == 8
         # It relies on the default address, which is another gateway's here.
         watch = site.process("watch", *story.command("rankgate", "ranks"), "--address", site.ports.grpc)
         wait_until(lambda: watch.output.count("READY") >= site.ranks or not watch.is_running, "the first list")

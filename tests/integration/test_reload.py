@@ -195,7 +195,7 @@ async def test_an_address_that_is_taken_changes_nothing(protocol):
             gateway.reconfigure(wanted)
         assert gateway.config is before
         assert stack.router.layout is before
-        assert stack.router._policy.resolved.picker == "argmin"
+        assert stack.router._parts.policy.resolved.picker == "argmin"
         request = make_request()
         (await generate(stack.client(), request)).assert_complete(request)
 
