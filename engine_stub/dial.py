@@ -54,19 +54,32 @@ class Dialler(msgspec.Struct, frozen=True, kw_only=True):
             reader.start()
             async with asyncio.timeout(self.timeout_s):
                 addresses = decode_init(await arrived.get())
+            self._question(addresses)
             await asyncio.sleep(faults.slow_handshake_s)
             return await self._register(socket, identity, card, addresses, faults)
         except TimeoutError:
             socket.setsockopt(zmq.LINGER, 0)
             raise HandshakeError(
-                f"no INIT from {self.address} within {self.timeout_s:g} s: is the gateway up?"
+                f"no INIT from {self.address} within {self.timeout_s:g} s: is the gateway up? If it is, it may not"
+                f" expect engine index {card.index}: see its log"
             ) from None
+        except zmq.ZMQError as error:
+            raise HandshakeError(f"the handshake address {self.address} can't be used: {error}") from error
         except asyncio.CancelledError:
             socket.setsockopt(zmq.LINGER, 0)
             raise
         finally:
             reader.stop()
             socket.close()
+
+    def _question(self, addresses: Addresses) -> None:
+        """Whether it is an answer to this family; raises `HandshakeError`."""
+        coordinator = addresses.coordinator_input or addresses.coordinator_output
+        if coordinator is not None and not self.codec.has_coordinator:
+            raise HandshakeError(
+                f"INIT names a coordinator ({coordinator}), which vllm has and tokenspeed has not: the gateway's group"
+                " speaks another protocol than these ranks, see --protocol"
+            )
 
     async def _register(
         self, handshake: zmq.Socket[bytes], identity: bytes, card: RankCard, addresses: Addresses, faults: Faults

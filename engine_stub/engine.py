@@ -235,7 +235,7 @@ class RankEngine:
         if outcome.failed is not None:
             failed = self.scheduler.fail(outcome.failed)
             ids = [sequence.id for sequence in failed.sequences]
-            LOG.error("forward_failed", exc_info=outcome.error, extra={"rank": self._index, "ids": ids})
+            LOG.error("forward_failed", exc_info=outcome.error, extra={"engine_index": self._index, "ids": ids})
             self._pending = self._pending.followed_by(failed)
             if self.log is not None:
                 self.log.committed(outcome.failed, failed, self._clock())
@@ -249,7 +249,7 @@ class RankEngine:
             self.log.committed(plan, rows, now)
         if "cache_miss" in rows.finishes:
             ids = [row.id for row, finish in zip(rows.sequences, rows.finishes, strict=True) if finish == "cache_miss"]
-            LOG.info("cache_miss", extra={"rank": self._index, "ids": ids})
+            LOG.info("cache_miss", extra={"engine_index": self._index, "ids": ids})
         if self.faults.final_without_tokens:
             self._defer_finals(rows)
         return rows
@@ -304,7 +304,7 @@ class RankEngine:
         A duplicate is the sender's fault beside that, and may cost more than the request.
         """
         self.records.refuse(request.id, admission)
-        LOG.info("request_refused", extra={"rank": self._index, "id": request.id, "reason": admission.value})
+        LOG.info("request_refused", extra={"engine_index": self._index, "id": request.id, "reason": admission.value})
         if self.log is not None:
             self.log.refused(request.id, admission.value, self._clock())
         if admission is Admission.REJECTED_DUPLICATE:

@@ -14,11 +14,12 @@ from engine_stub.kv_events import SOCKETS as SOCKETS_FOR_EVENTS
 from engine_stub.lockstep import Barrier
 from engine_stub.rank import RankSettings, StubRank
 from engine_stub.recipe import recipe_fingerprint
+from engine_stub.watch import SOCKETS as SOCKETS_OF_WATCH
 from engine_stub.wire.codec import Codec, RankCard
 from engine_stub.wire.tokenspeed import TokenSpeedCodec
 from engine_stub.wire.vllm import VllmCodec
 
-SOCKETS_PER_RANK = 5 + SOCKETS_FOR_EVENTS
+SOCKETS_PER_RANK = 5 + SOCKETS_FOR_EVENTS + SOCKETS_OF_WATCH
 SPARE_SOCKETS = 64
 MAX_INDEX = 0xFFFF
 """Identities are two bytes."""
@@ -56,6 +57,8 @@ class StubGroup:
         if config.lockstep and protocol != "vllm":
             raise ValueError("lockstep is for ranks that speak vllm: others have no waves")
         self.protocol = protocol
+        self.misfit = asyncio.Event()
+        """Set when a rank was sent a request of the other family; the log says what."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_PER_RANK * ranks + SPARE_SOCKETS)
         codec = make_codec(protocol, config)
@@ -77,6 +80,7 @@ class StubGroup:
             auto_step=auto_step,
             record_limit=record_limit,
             barrier=Barrier(ranks) if config.lockstep else None,
+            on_misfit=self.misfit.set,
         )
         self.ranks: list[StubRank] = []
         try:

@@ -46,6 +46,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     auto_step: bool
     record_limit: int
     barrier: Barrier | None = None
+    on_misfit: Callable[[], None]
 
 
 class StubRank:
@@ -53,8 +54,12 @@ class StubRank:
 
     def __init__(self, number: int, card: RankCard, settings: RankSettings) -> None:
         self.number = number
+        self.names = {"engine_index": card.index, "rank": number}
+        """What the log calls it: by its index in the gateway's group, then by its number for the control socket."""
         self.phase = RankPhase.DEAD
         self.incarnation = 0
+        self.is_misfit = False
+        """Whether it was sent a request of the other family. The engine goes on as a real one would."""
         self.records = Records(settings.record_limit)
         self._settings = settings
         config = settings.config
@@ -215,7 +220,13 @@ class StubRank:
         except HandshakeError as error:
             self._failure = error
             self.phase = RankPhase.FAILED
-            LOG.error("handshake_failed", extra={"rank": self.number, "reason": str(error)})  # noqa: TRY400 - the reason says it all
+            LOG.error("handshake_failed", extra={**self.names, "reason": str(error)})  # noqa: TRY400 - the reason says it all
+            self._notify()
+            return
+        except Exception as error:
+            self._failure = HandshakeError(f"a defect of the stub: {error!r}")
+            self.phase = RankPhase.FAILED
+            LOG.exception("handshake_defect", extra=self.names)
             self._notify()
             return
         finally:
@@ -227,13 +238,14 @@ class StubRank:
             auto_step=self._settings.auto_step,
             barrier=(self._settings.barrier, self.number) if self._settings.barrier is not None else None,
             index=self._card.index,
+            names=self.names,
             on_change=self._on_change,
             on_death=self._on_death,
         )
         self.phase = RankPhase.SERVING
         if self.kv_events is not None:
             self.kv_events.start_incarnation()
-        LOG.info("rank_registered", extra={"rank": self.number, "incarnation": self.incarnation})
+        LOG.info("rank_registered", extra={**self.names, "incarnation": self.incarnation})
         self._serving.apply(self.faults)
         self._notify()
 
@@ -247,10 +259,14 @@ class StubRank:
     def _on_change(self) -> None:
         if self.kv_events is not None:
             self.kv_events.publish(self.engine.take_cache_events())
+        if self.records.foreign is not None and not self.is_misfit:
+            self.is_misfit = True
+            LOG.error("protocol_mismatch", extra={**self.names, "reason": self.records.foreign})
+            self._settings.on_misfit()
         self._notify()
 
     def _on_death(self) -> None:
-        LOG.warning("rank_died", extra={"rank": self.number, "incarnation": self.incarnation})
+        LOG.warning("rank_died", extra={**self.names, "incarnation": self.incarnation})
         self._bury()
 
     def _bury(self) -> None:

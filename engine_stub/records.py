@@ -34,6 +34,8 @@ class Records:
         self.steps = 0
         self.tokens = 0
         self.bad = 0
+        self.foreign: str | None = None
+        """What the first request of the other family was, if there was one."""
         self.refused: Counter[Admission] = Counter()
         self.received_adds: deque[Request] = deque(maxlen=limit)
         self.received_add_waves: deque[int] = deque(maxlen=limit)
@@ -56,6 +58,8 @@ class Records:
     def bad_input(self, problem: Problem, request_id: str | None) -> None:
         """An input had a problem."""
         self.bad += 1
+        if problem.is_foreign and self.foreign is None:
+            self.foreign = problem.reason
         self.bad_inputs.append(BadInput(problem.reason, problem.consequence, request_id))
 
     def refuse(self, request_id: str, reason: Admission) -> None:

@@ -51,7 +51,10 @@ class JsonLines(logging.Formatter):
 
 
 def run(options: ServeOptions, config: StubConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status (0 stopped, 1 no handshake). Raises BackendError, ValueError."""
+    """Serve until SIGTERM or SIGINT; the exit status. Raises BackendError, ValueError.
+
+    0: stopped; 1: no handshake, or the gateway speaks another protocol.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     LOG.handlers = [handler]
@@ -83,15 +86,16 @@ async def _serve(options: ServeOptions, config: StubConfig) -> int:
                 gc.collect()
                 gc.freeze()
                 gc.set_threshold(GC_THRESHOLD)
-                await stop.wait()
+                if await _unless(stop, group.misfit.wait()):
+                    return 1  # logged by the rank, as is what follows
         except HandshakeError:
-            return 1  # logged by the rank
+            return 1
         LOG.info("stopping", extra={"live": sum(len(rank.live_ids) for rank in group.ranks)})
         await group.shut_down()
     return 0
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Do `work` unless `stop` comes first; whether it was done."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:

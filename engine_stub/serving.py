@@ -6,7 +6,7 @@ mean pace is the modelled one. An idle engine is silent. All of it runs in callb
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from engine_stub.coordination import Coordination
 from engine_stub.dial import Dialled
@@ -14,6 +14,7 @@ from engine_stub.engine import Fate, RankEngine
 from engine_stub.faults import Faults
 from engine_stub.lockstep import Barrier, LockstepRank
 from engine_stub.sockets import FrameReader, Frames, FrameSender
+from engine_stub.watch import ConnectionWatch
 from engine_stub.wire.codec import SENTINEL
 from engine_stub.wire.vllm import VllmCodec
 
@@ -24,9 +25,12 @@ LAST_WORDS_LINGER_MS = 1000
 
 
 class Serving:
-    """Runs one engine over its sockets until `close`. `on_change` is called after every input and step."""
+    """Runs one engine over its sockets until `close`. `on_change` is called after every input and step.
 
-    def __init__(
+    `names` are what the log calls the rank.
+    """
+
+    def __init__(  # noqa: PLR0913 - all of it is of one incarnation
         self,
         engine: RankEngine,
         sockets: Dialled,
@@ -34,6 +38,7 @@ class Serving:
         time_scale: float,
         auto_step: bool,
         index: int,
+        names: Mapping[str, int],
         barrier: tuple[Barrier, int] | None,
         on_change: Callable[[], None],
         on_death: Callable[[], None],
@@ -48,11 +53,12 @@ class Serving:
         self._coordination: Coordination | None = None
         if sockets.coordinator is not None:
             codec = engine.codec
-            assert isinstance(codec, VllmCodec)
+            assert isinstance(codec, VllmCodec)  # the dialler takes no coordinator for others
             self._coordination = Coordination(sockets.coordinator, index, codec.report, self._on_frames)
         self._lockstep: LockstepRank | None = None
         if barrier is not None:
             self._lockstep = LockstepRank(*barrier, index, self._say)
+        self._watch = ConnectionWatch(sockets.inputs, names)
         self._reader = FrameReader(sockets.inputs, self._on_frames)
         self._sender = FrameSender(sockets.outputs, self._wake)
         self._is_open = True
@@ -130,6 +136,7 @@ class Serving:
             self._lockstep.leave()
         if self._coordination is not None:
             self._coordination.close(linger_ms)
+        self._watch.close()
         self._sockets.inputs.close(linger=0)
         self._sockets.outputs.close(linger=linger_ms)
 
@@ -169,6 +176,7 @@ class Serving:
             self._reader.stop()
             if self._coordination is not None:
                 self._coordination.stop()
+            self._watch.close()
             self._sockets.inputs.close(linger=0)
         self._wake()
         self._on_change()

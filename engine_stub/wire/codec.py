@@ -45,6 +45,8 @@ class Problem(msgspec.Struct, frozen=True):
 
     reason: str
     consequence: Consequence
+    is_foreign: bool = False
+    """It is a good request of the other family: the gateway's group speaks that one's protocol."""
 
 
 class Add(msgspec.Struct, frozen=True):
@@ -120,6 +122,8 @@ class Codec(Protocol):
     """One family's wire as its engine speaks it. Stateless apart from its settings."""
 
     registers_before_ready: bool
+    has_coordinator: bool
+    """Whether ranks of the family may report to a coordinator."""
     remembers_aborts: bool
     """Whether the abort of an unknown id also ends a later request of that id."""
     duplicate_consequence: Consequence

@@ -27,6 +27,7 @@ from engine_stub.wire.codec import (
     RankCard,
     Utility,
 )
+from engine_stub.wire.foreign import foreign, is_vllm_add
 from engine_stub.wire.handshake import Status
 
 STREAM_OFF_INTERVAL = 50
@@ -156,6 +157,7 @@ class TokenSpeedCodec:
     """See `Codec`."""
 
     registers_before_ready = False
+    has_coordinator = False
     remembers_aborts = True
     duplicate_consequence = Consequence.REFUSED
     announces_shutdown = True
@@ -206,6 +208,8 @@ class TokenSpeedCodec:
             if kind == ABORT:
                 return Abort(self._decode_abort(payload))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            if kind == ADD and is_vllm_add(payload):
+                return Malformed(Problem(foreign("vllm"), Consequence.DROPPED, is_foreign=True))
             return _dropped(f"undecodable payload of type {kind.hex()}: {error}")
         return _dropped(f"unknown request type {kind.hex()}")
 

@@ -27,6 +27,7 @@ from engine_stub.wire.codec import (
     Utility,
     Wave,
 )
+from engine_stub.wire.foreign import foreign, is_tokenspeed_add
 from engine_stub.wire.handshake import BareStatus
 from engine_stub.wire.tensors import Frames, pack_floats, pack_ints
 from engine_stub.wire.vllm_messages import (
@@ -51,6 +52,7 @@ class VllmCodec:
     """See `Codec`."""
 
     registers_before_ready = True
+    has_coordinator = True
     remembers_aborts = False
     duplicate_consequence = Consequence.DEAD
     announces_shutdown = False
@@ -108,6 +110,8 @@ class VllmCodec:
                 _client, call_id, method, args = self._decode_utility(payload)
                 return Utility(call_id, method, args)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            if kind == ADD and is_tokenspeed_add(payload):
+                return Malformed(Problem(foreign("tokenspeed"), Consequence.DEAF, is_foreign=True))
             return _deafening(f"undecodable payload of type {kind.hex()}: {error}")
         return _deafening(f"unknown request type {kind.hex()}")
 

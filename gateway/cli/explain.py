@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ Rendered = dict[str, Any]
 
 _TIMEOUT_S = 10.0
 _NAME = re.compile(r"[a-z_]+")
+_MAX_NAMED = 8
 
 
 @click.command()
@@ -195,5 +197,19 @@ def _headline(decision: Rendered) -> str:
     else:
         ties = int(decision["ties"])
         among = f", one of {ties} equals ({decision['tie_break']})" if ties > 1 else ""
-        lines.append(f"chosen   rank {format_number(decision['rank'])}{among}")
+        lines.append(_outcome(decision, f"rank {format_number(decision['rank'])}{among}"))
     return "\n".join(lines)
+
+
+def _outcome(decision: Rendered, chosen: str) -> str:
+    """What becomes of the request now. The policy chooses by cost; a gateway that queues sends to open gates only."""
+    gates = {row["rank"]: row["gate"] for row in decision["ranks"] if row["reason"] == "eligible" and row.get("gate")}
+    if gates.get(decision["rank"], "open") == "open":
+        return f"chosen   {chosen}"
+    is_open = [format_number(rank) for rank, gate in gates.items() if gate == "open"]
+    if is_open:
+        more = ", ..." if len(is_open) > _MAX_NAMED else ""
+        first = f"now to one whose gate is open: {', '.join(is_open[:_MAX_NAMED])}{more}"
+        return f"chosen   {chosen} if its gate were open ({gates[decision['rank']]}); {first}"
+    shut = ", ".join(f"{count} {gate}" for gate, count in Counter(gates.values()).most_common())
+    return f"queued   no gate is open ({shut}); {chosen} if it were"

@@ -79,6 +79,8 @@ def _groups(wanted: Config, running: Config, layout: Config) -> Iterator[str]:
                 yield f"{here}.{path}: needs a restart"
         if old.has_waves is not new.has_waves:
             yield f"{here}.coupled: needs a restart, as vLLM ranks learn at their handshake whether they step together"
+        elif old.has_waves and in_force not in (0, new.ranks):
+            yield f"{here}.ranks: needs a restart, as ranks that step together learn at their handshake how many they are"
         behind = layout.groups[number + 1 :]
         follows = wanted.groups[number + 1 :]
         is_kept = bool(behind and follows) and behind[0].name == follows[0].name

@@ -19,8 +19,12 @@ class Silence(Strict, frozen=True, kw_only=True):
         Meta(description="slowest prefill that is still healthy; prompts without a token add their time at this rate"),
     ] = 2000
     quiet_s: Annotated[
-        NonNegativeSeconds,
-        Meta(description="a rank that is heard again takes work when no row of its earlier work came for this long"),
+        float,
+        Meta(
+            ge=0,
+            le=30,
+            description="a rank that is heard again takes work when no row of its earlier work came for this long",
+        ),
     ] = 1.0
 
 

@@ -24,6 +24,8 @@ Bytes = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
 Seconds = Annotated[float, Meta(gt=0)]
 KeepaliveSeconds = Annotated[float, Meta(gt=0, le=2_000_000)]
 """gRPC counts keepalive times in milliseconds of 32 bits."""
+WatchSeconds = Annotated[float, Meta(ge=0.05)]
+"""What is looked at in parts of this time, for as long as the process runs: less would keep it busy with looking."""
 NonNegativeSeconds = Annotated[float, Meta(ge=0)]
 Ratio = Annotated[float, Meta(ge=0, le=1)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from gateway.config.fields import Bytes, Count, KeepaliveSeconds, Seconds, Strict
+from gateway.config.fields import Bytes, Count, KeepaliveSeconds, Seconds, Strict, WatchSeconds
 
 
 class Limits(Strict, frozen=True, kw_only=True):
@@ -31,10 +31,11 @@ class Limits(Strict, frozen=True, kw_only=True):
         KeepaliveSeconds | None, Meta(description="time after which a connection without a call is closed; null: never")
     ] = 1800.0
     idle_stream_timeout_s: Annotated[
-        Seconds | None, Meta(description="time after which a GenerateMany stream without a request ends; null: never")
+        WatchSeconds | None,
+        Meta(description="time after which a GenerateMany stream without a request ends; null: never"),
     ] = 600.0
     reader_stall_timeout_s: Annotated[
-        Seconds | None,
+        WatchSeconds | None,
         Meta(description="time that a client may leave a message unread before its requests end; null: no limit"),
     ] = 60.0
     max_metadata_bytes: Annotated[

@@ -26,7 +26,7 @@ from gateway.config.fields import (
 )
 from gateway.config.limits import Limits
 from gateway.config.scheduling import Admission, Predictor, Preserve, ResponseCache, Scheduling, Slo
-from gateway.config.security import Auth, ReloadSeconds, Tls
+from gateway.config.security import Auth, Tls
 from gateway.config.values import LogFormat, LogLevel
 from gateway.types import LoadSemantics, Protocol
 
@@ -219,7 +219,7 @@ class Reload(Strict, frozen=True, kw_only=True):
     """How a change of this file is noticed; SIGHUP and `AdminService.ReloadConfig` reload it in any case."""
 
     watch_interval_s: Annotated[
-        ReloadSeconds | None,
+        Annotated[float, Meta(ge=0.05, le=86_400)] | None,
         Meta(
             description="time between two looks at the file; it is read once it has stayed the same between two; null: none"
         ),

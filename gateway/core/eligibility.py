@@ -51,7 +51,8 @@ _CODE_OF_STATE = {
     RankState.LOST: LOST,
     RankState.ABSENT: ABSENT,
 }
-_NOT_READY = {*_CODE_OF_STATE.values(), NOT_PINNED}
+STATE_OF_CODE = {code: state for state, code in _CODE_OF_STATE.items()}
+_NOT_READY = {*STATE_OF_CODE, NOT_PINNED}
 _NO_GROUPS: Mapping[int, int] = {}
 _NEVER_FITS = {KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH}
 

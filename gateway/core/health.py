@@ -57,6 +57,7 @@ class Health:
         """Go by other settings, for as many ranks as the table has now."""
         size = self._table.size
         silence = config.failure.silence
+        self._has_silence = silence is not None
         self._quiet_s = silence.quiet_s if silence is not None else 0.0
         self._silence.configure(silence)
         self._ejection.configure(config)
@@ -77,9 +78,12 @@ class Health:
     def heard(self, rank: int, wire_ids: Sequence[str], now: float, effects: list[Effect]) -> None:
         """A message of the rank's current incarnation, with rows of these attempts. Once per batch."""
         state = self._table.state[rank]
-        if not self._silence.heard(rank) or state is _READY:
+        if not self._silence.heard(rank):
             return
-        self._probes.settled(rank)
+        if self._probes.is_out(rank):
+            self._probes.settled(rank)
+        if state is _READY:
+            return
         if state is _SUSPECT:
             self._moves.move(rank, "heard", "heard again", now, effects)
         elif state is _LOST:
@@ -169,6 +173,8 @@ class Health:
                 self._counters.suspects[rank] += 1
                 self._moves.move(rank, "silent", self.silence(rank), now, effects)
         if self._table.state.count(_READY) < self._table.size:
+            if not self._has_silence:
+                self._let_go(now, effects)
             self._ask(now, effects)
             self._settle(now, effects)
             for rank in self._ejection.over(now):
@@ -185,11 +191,19 @@ class Health:
         for rank in self._ejection.needed():
             self._moves.move(rank, "returned", "no other rank of its group is READY", now, effects)
 
+    def _let_go(self, now: float, effects: list[Effect]) -> None:
+        """The silence rule is off, and nobody is suspected any more."""
+        for rank, state in enumerate(self._table.state):
+            if state is _SUSPECT:
+                self._moves.move(rank, "heard", "the silence rule is off", now, effects)
+
     def _ask(self, now: float, effects: list[Effect]) -> None:
         states = self._table.state
         for rank, state in enumerate(states):
             if state is _SUSPECT:
-                is_due = not self._table.in_flight[rank] and not self._probes.is_out(rank)
+                # An answer may be lost as well as its question: who owes one is asked again.
+                is_owing = self._probes.is_out(rank)
+                is_due = not self._table.in_flight[rank] and (not is_owing or self._probes.is_due(rank, now))
             else:
                 is_due = state is _LOST and self._is_kept[rank] and self._probes.is_due(rank, now)
             if is_due:

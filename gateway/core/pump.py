@@ -54,10 +54,10 @@ class Pump:
         dispatcher = self._dispatcher
         for entry in dispatcher.expired(now):
             if not entry.sequence.request.is_settled:  # its other sequences may have timed out with it
-                self._give_up(entry, self._patience.timed_out(entry.queued_at, now), now, effects)
-        for request in self._patience.expired_followers(now):
+                self._give_up(entry, self._patience.gave_up(entry, now), now, effects)
+        for request, limit in self._patience.expired_followers(now):
             if not request.is_settled:
-                error = self._patience.timed_out(request.accepted_at, now)
+                error = self._patience.timed_out(request.accepted_at, limit, now)
                 self._endings.settle(request, error, Evidence.GATEWAY, now, effects)
         for entry in dispatcher.without_rank(now):
             if not entry.sequence.request.is_settled:

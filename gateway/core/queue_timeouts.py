@@ -1,9 +1,17 @@
 """How long a request may wait in the queue: the queue's rules by priority, and what the call itself asks for."""
 
 from math import inf
+from typing import NamedTuple
 
 from gateway.config.scheduling import Queue
 from gateway.core.events import RequestArrived
+
+
+class WaitLimit(NamedTuple):
+    """After how many seconds a request's wait ends, and whether the call asked for it or the queue's rules did."""
+
+    wait_s: float
+    is_calls: bool
 
 
 class TimeOuts:
@@ -37,7 +45,8 @@ class TimeOuts:
         action = level.timeout_action if level is not None else None
         return (action or self._action) == "delay"
 
-    def longest_wait_s(self, arrived: RequestArrived) -> float:
-        """After how long a request's wait ends."""
+    def limit(self, arrived: RequestArrived) -> WaitLimit:
+        """After how long a request's wait ends, and by whom."""
         asked_s = self.asked_s(arrived)
-        return asked_s if self.is_delay(arrived.priority) else min(asked_s, self.timeout_s(arrived.priority))
+        own_s = inf if self.is_delay(arrived.priority) else self.timeout_s(arrived.priority)
+        return WaitLimit(min(asked_s, own_s), is_calls=asked_s <= own_s)

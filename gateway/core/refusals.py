@@ -1,9 +1,12 @@
 """The errors that the router itself ends or refuses requests with, in one place for their wording."""
 
+from collections import Counter
+
 from gateway.core.decisions import Decision
-from gateway.core.eligibility import GROUP_BUDGET
+from gateway.core.eligibility import GROUP_BUDGET, STATE_OF_CODE
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
+from gateway.core.queue_timeouts import WaitLimit
 from gateway.core.request import Attempt, Sequence
 
 # Another rank can take it at once; the short wait only spreads a lost rank's callers.
@@ -42,8 +45,9 @@ def no_rank(decision: Decision, arrived: RequestArrived, retry_after_s: float) -
         else "the prompt exceeds the KV capacity of every rank",
         Reason.KV_FULL: "no rank has enough free KV tokens for the prompt; retry later",
         Reason.RANKS_FULL: "every rank that could take the request is at its limit or not taking more; retry later",
-        Reason.PINNED_RANK_UNAVAILABLE: f"rank {arrived.pinned_rank} is not READY; retry later or drop the pin",
-    }.get(reason, "no rank that could take the request is READY; retry later")
+        Reason.PINNED_RANK_UNAVAILABLE: f"rank {arrived.pinned_rank} is not READY{_states(decision)}; retry later or drop"
+        " the pin",
+    }.get(reason, f"no rank that could take the request is READY{_states(decision)}; retry later")
     is_transient = reason not in (Reason.PROMPT_TOO_LONG, Reason.KV_TOO_SMALL)
     error = GatewayError(reason, message, retryable=is_transient, retry_after_s=retry_after_s if is_transient else None)
     error.facts.update(facts)
@@ -73,19 +77,33 @@ def no_rank_for_long(wait_s: float, retry_after_s: float) -> GatewayError:
     )
 
 
+def _states(decision: Decision) -> str:
+    """What the ranks that were looked at are instead of READY: the one state of one rank, else how many are what."""
+    counts = Counter(decision.codes or b"")
+    found = [(STATE_OF_CODE[code], count) for code, count in sorted(counts.items()) if code in STATE_OF_CODE]
+    if not found:
+        return ""
+    if decision.pinned is not None or decision.size == 1:
+        return f" ({found[0][0]})"
+    return f" ({', '.join(f'{count} {state}' for state, count in found)})"
+
+
 def _kv_tokens(decision: Decision) -> int:
     _, prompt_tokens, _, _, max_tokens, *_ = decision.request
     return int(prompt_tokens + max_tokens)
 
 
-def queue_timeout(waited_s: float, retry_after_s: float) -> GatewayError:
+def queue_timeout(waited_s: float, limit: WaitLimit, retry_after_s: float) -> GatewayError:
     """The request waited too long for a rank."""
+    whose = "the call's own time-out" if limit.is_calls else "the queue's time-out"
     return GatewayError(
         Reason.QUEUE_TIMEOUT,
-        f"no rank had room for {waited_s:.3f} s, longer than the queue's time-out; retry later",
+        f"no rank had room for {waited_s:.3f} s, and {whose} is {limit.wait_s:g} s; retry later",
         retryable=True,
         retry_after_s=retry_after_s,
         waited_ms=round(waited_s * 1e3, 3),
+        timeout_of="call" if limit.is_calls else "queue",
+        timeout_s=round(limit.wait_s, 6),
     )
 
 

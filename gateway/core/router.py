@@ -120,6 +120,7 @@ class Router(Readings):
                 self._on_report(event, now, effects)
             case RankJoined() | RankLost() | RankHeard() | RankRenewed() | RankDrained() | RankUndrained():
                 self._fleet.handle(event, now, effects)
+                self._reconfiguration.step(now, effects)  # a rank that is left out gets no work in between
             case SendFailed() | SendBlocked() | SendUnblocked():
                 self._fleet.handle(event, now, effects)
             case DrainStarted() | AbortAll():

@@ -22,6 +22,9 @@ from gateway.core.effects import Dispatch, Effect, ProbeRank, StartWave
 from gateway.core.events import Event, RankJoined, WaveReported
 from gateway.core.ranks import SERVING, RankTable
 
+MAX_WAVE = 1 << 31
+"""No group gets there by counting; believing such a number would leave none to go on with."""
+
 
 class Waves:
     """The waves of all lockstep groups."""
@@ -52,10 +55,13 @@ class Waves:
 
     def _join(self, event: RankJoined, effects: list[Effect]) -> None:
         """A rank is there (again). With the first one of its group everything begins anew."""
-        group = self._table.group_of[event.rank]
+        table = self._table
+        if event.rank >= table.size or table.incarnation[event.rank] != event.incarnation:
+            return  # configured no more, or replaced already
+        group = table.group_of[event.rank]
         if group not in self._wave:
             return
-        states = self._table.state
+        states = table.state
         if [rank for rank in self._ranks_of(group) if states[rank] in SERVING] == [event.rank]:
             self._wave[group], self._is_running[group] = 0, False
         elif self._is_running[group]:
@@ -67,18 +73,22 @@ class Waves:
         wave = self._wave.get(group)
         if wave is None:
             return
-        if event.complete is not None and event.complete >= wave:
+        if event.complete is not None and wave <= event.complete < MAX_WAVE:
             self._wave[group], self._is_running[group] = event.complete + 1, False
         start = event.start
-        if start is None or start < self._wave[group] or (start == self._wave[group] and self._is_running[group]):
+        if (
+            start is None
+            or not self._wave[group] <= start < MAX_WAVE
+            or (start == self._wave[group] and self._is_running[group])
+        ):
             return
         self._start(group, start, effects)
 
     def _stamp(self, effects: list[Effect]) -> None:
         """Give what is about to be sent its wave, and start that wave where its group sleeps."""
         for position, effect in enumerate(effects[:]):
-            if not isinstance(effect, Dispatch | ProbeRank):
-                continue
+            if not isinstance(effect, Dispatch | ProbeRank) or effect.rank >= self._table.size:
+                continue  # nothing that steps, or to a rank that this very event has removed
             group = self._table.group_of[effect.rank]
             wave = self._wave.get(group)
             if wave is None:

@@ -8,9 +8,10 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from socketserver import ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import IO, Any, cast
+from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
@@ -19,6 +20,11 @@ from gateway.edges.auth import Authenticator
 _SILENCE_S = 10.0
 _MAX_CONNECTIONS = 64
 _REFUSED = b"a valid token is missing: send the header `Authorization: Bearer TOKEN`\n"
+_PATH = "/metrics"
+_ROOT = b"rankgate: the metrics are at /metrics\n"
+_NOT_FOUND = b"nothing is here: the metrics are at /metrics\n"
+_TEXT = ("Content-Type", "text/plain; charset=utf-8")
+_MAX_LINE_BYTES = 1 << 16
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -76,7 +82,29 @@ class PageServer(ThreadingMixIn, WSGIServer):
         """Say nothing: a client that left, or that speaks no TLS, is no fault of this process."""
 
 
+class _Answer(ServerHandler):
+    server_software = ""  # which library serves here is nobody's business
+
+
 class _SilentHandler(WSGIRequestHandler):
+    """Serves one request, without a header that names the server."""
+
+    def handle(self) -> None:
+        """Answer the connection's request."""
+        self.raw_requestline = self.rfile.readline(_MAX_LINE_BYTES + 1)
+        if len(self.raw_requestline) > _MAX_LINE_BYTES:
+            self.requestline = self.request_version = self.command = ""
+            self.send_error(HTTPStatus.REQUEST_URI_TOO_LONG)
+        elif self.parse_request():
+            answer = _Answer(self.rfile, cast(IO[bytes], self.wfile), self.get_stderr(), self.get_environ())
+            answer.request_handler = self  # type: ignore[attr-defined]
+            answer.run(self.server.get_app())  # type: ignore[attr-defined]
+
+    def send_header(self, keyword: str, value: str) -> None:
+        """Only the errors that the library answers by itself come by here."""
+        if keyword != "Server":
+            super().send_header(keyword, value)
+
     def log_message(self, *_: Any) -> None:
         """Write no access log."""
 
@@ -89,13 +117,13 @@ def serve_page(
     tls_context: Callable[[], ssl.SSLContext] | None = None,
     authenticator: Authenticator | None = None,
 ) -> PageServer:
-    """Serve the registry's metrics at every path, in threads. Raises OSError."""
+    """Serve the registry's metrics at `/metrics`, in threads. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
     class Server(PageServer):
         address_family = found[0]
 
-    app: App = make_wsgi_app(registry)
+    app: App = _routed(make_wsgi_app(registry))
     if authenticator is not None:
         app = _guarded(app, authenticator)
     server = make_server(str(found[4][0]), port, app, Server, _SilentHandler)
@@ -104,13 +132,25 @@ def serve_page(
     return server
 
 
+def _routed(page: App) -> App:
+    def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO")
+        if path == _PATH:
+            return page(environ, start_response)
+        status, text = ("200 OK", _ROOT) if path in ("", "/") else ("404 Not Found", _NOT_FOUND)
+        start_response(status, [_TEXT, ("Content-Length", str(len(text)))])
+        return [text]
+
+    return call
+
+
 def _guarded(app: App, authenticator: Authenticator) -> App:
     def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         failure = authenticator.check_header(environ.get("HTTP_AUTHORIZATION"))
         if failure is None:
             return app(environ, start_response)
         authenticator.refuse(failure, f"{environ.get('REMOTE_ADDR')}")
-        headers = [("Content-Type", "text/plain; charset=utf-8"), ("WWW-Authenticate", "Bearer")]
+        headers = [_TEXT, ("WWW-Authenticate", "Bearer")]
         start_response("401 Unauthorized", [*headers, ("Content-Length", str(len(_REFUSED)))])
         return [_REFUSED]
 

@@ -8,7 +8,7 @@ looks: in the log, in the metrics, in the call's error and in `GetEffectiveConfi
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -30,13 +30,17 @@ _log = structlog.get_logger("gateway.reload")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one reload. `problems` are lines for the operator; `changed` the keys that are other ones now."""
+    """What became of one reload. `problems` are lines for the operator; `changed` the keys that are other ones now.
+
+    `remarks` are what `cautions` says of the new configuration and did not say of the one before.
+    """
 
     result: Result
     cause: str
     at_unix_s: float
     changed: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def is_successful(self) -> bool:
@@ -115,7 +119,9 @@ class Reloader:
             self._apply(wanted)
         except OSError as error:
             return _outcome("failed", cause, problems=[str(error)])
-        return _outcome("applied", cause, changed=changed)
+        known = set(cautions(running))
+        remarks = [remark for remark in cautions(wanted) if remark not in known]
+        return _outcome("applied", cause, changed=changed, remarks=remarks)
 
     def _say(self, outcome: Outcome) -> None:
         if not outcome.is_successful:
@@ -126,7 +132,7 @@ class Reloader:
         running, _ = self._in_force()
         facts = {"result": outcome.result, "cause": outcome.cause, "changed": list(outcome.changed)}
         _log.info("config_reloaded", sha256=fingerprint(running), **facts)
-        for remark in cautions(running) if outcome.result == "applied" else ():
+        for remark in outcome.remarks:
             _log.warning("config_remark", remark=remark)
 
 
@@ -182,12 +188,18 @@ def file_identity(path: Path) -> object:
 
 
 def _outcome(
-    result: Result, cause: str, *, changed: list[str] | None = None, problems: list[str] | None = None
+    result: Result,
+    cause: str,
+    *,
+    changed: Sequence[str] = (),
+    problems: Sequence[str] = (),
+    remarks: Sequence[str] = (),
 ) -> Outcome:
     return Outcome(
         result=result,
         cause=cause,
         at_unix_s=time.time(),
-        changed=tuple(changed or ()),
-        problems=tuple(problems or ()),
+        changed=tuple(changed),
+        problems=tuple(problems),
+        remarks=tuple(remarks),
     )

@@ -94,6 +94,37 @@ def test_a_gateway_that_queues_shows_its_gates_and_its_prediction(files):
     assert offline(files, "--request", files / "r.yaml").stdout == GATED
 
 
+SHUT = "queued   no gate is open ({}); {} if it were\n"
+QUEUED = "scheduling: {mode: queue, queue: {max_in_flight_per_rank: 1}}\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "line"),
+    [
+        ("{rank: 0, in_flight: 2}, {rank: 1, in_flight: 1}", [], SHUT.format("2 in_flight", "rank 1")),
+        ("{rank: 0, in_flight: 2}, {rank: 1, state: LOST}", [], SHUT.format("1 in_flight", "rank 0")),
+        ("{rank: 0, in_flight: 2}", ["--rank", 0], SHUT.format("1 in_flight", "rank 0")),
+        ("{rank: 0, in_flight: 1, queued_tokens: 9}, {rank: 1, queued_tokens: 90}", [], "chosen   rank 0 if its gate"),
+        ("{rank: 0, in_flight: 2}", [], "chosen   rank 1\n"),
+        ("{rank: 0, state: LOST}, {rank: 1, state: LOST}", [], "refused  NO_ELIGIBLE_RANK\n"),
+    ],
+)
+def test_a_choice_whose_gate_is_shut_is_no_choice_yet(files, ranks, arguments, line):
+    (files / "g.yaml").write_text(BASE + QUEUED)
+    (files / "s.yaml").write_text(f"ranks: [{ranks}]\n")
+    output = offline(files, "--prompt-tokens", 10, *arguments).stdout
+    assert line in output
+    if "if its gate" in line:
+        assert "chosen   rank 0 if its gate were open (in_flight); now to one whose gate is open: 1\n" in output
+
+
+def test_equals_are_said_of_a_choice_that_waits(files):
+    (files / "g.yaml").write_text(BASE + QUEUED)
+    (files / "s.yaml").write_text("ranks: [{rank: 0, in_flight: 1}, {rank: 1, in_flight: 1}]\n")
+    line = SHUT.format("2 in_flight", "rank 0, one of 2 equals (random)")
+    assert line in offline(files, "--prompt-tokens", 10).stdout
+
+
 def test_json(files):
     decision = json.loads(offline(files, "--request", files / "r.yaml", "--json").stdout)
     assert decision["rank"] == 1

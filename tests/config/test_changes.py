@@ -110,6 +110,10 @@ def test_keys_of_a_group():
     coupled = msgspec.structs.replace(group, coupled=True)
     (problem,) = said(old, msgspec.structs.replace(old, groups=(coupled,)))
     assert problem.startswith("groups[0].coupled: needs a restart")
+    grown = msgspec.structs.replace(coupled, ranks=coupled.ranks + 1)
+    both = (msgspec.structs.replace(old, groups=(each,)) for each in (coupled, grown))
+    (problem,) = said(*both)
+    assert problem.startswith("groups[0].ranks: needs a restart")
     before, after = (msgspec.structs.replace(each, protocol="tokenspeed") for each in (group, coupled))
     assert said(*(msgspec.structs.replace(old, groups=(each,)) for each in (before, after))) == []
     moved = msgspec.structs.replace(group, handshake="tcp://127.0.0.1:1", start_index=4)

@@ -33,7 +33,11 @@ def test_it_replays_and_ends_with_a_summary():
         assert re.search(rf"^{figure} +([\d.]+ *){{3}}$", done.stdout, re.MULTILINE)
     assert re.search(r"^clamps \d+  errors 0$", done.stdout, re.MULTILINE)
     assert all(f"rank {rank}: " in done.stdout for rank in range(4))
-    assert len(COMMANDS.findall(done.stdout)) >= 5
+    assert COMMANDS.findall(done.stdout) == [], "what they ask is gone"
+    assert "127.0.0.1" not in done.stdout.rpartition("errors 0")[2]
+    assert done.stdout.endswith(
+        "\nall of it is stopped now; `make demo KEEP=1` keeps it up and prints commands to try\n"
+    )
 
 
 def test_it_stays_up_when_asked_and_its_commands_work(tmp_path):

@@ -123,6 +123,47 @@ def test_a_refusal_names_its_scheme(tmp_path):
         connection.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "text"),
+    [
+        ("/metrics", 200, "rankgate_build_info"),
+        ("/metrics?x=1", 200, "rankgate_build_info"),
+        ("/", 200, "rankgate: the metrics are at /metrics\n"),
+        ("", 200, "rankgate: the metrics are at /metrics\n"),
+        ("/metrics/", 404, "the metrics are at /metrics"),
+        ("/metricsx", 404, "the metrics are at /metrics"),
+        ("//metrics", 200, "rankgate_build_info"),  # the library makes one slash of several
+        ("/healthz", 404, "the metrics are at /metrics"),
+    ],
+)
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_the_page_is_at_one_path_and_names_no_server(tmp_path, path, status, text, has_tokens):
+    tokens = Tokens(tmp_path)
+    with page(**({"auth": tokens.settings} if has_tokens else {})) as (port, _):
+        for headers in ({}, {"Authorization": f"Bearer {tokens.client}"}):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            body = answer.read().decode()
+            connection.close()
+            is_refused = has_tokens and not headers
+            assert answer.status == (401 if is_refused else status)
+            assert is_refused or text in body
+            assert answer.headers["Server"] is None
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"), [(b"GET /" + b"x" * (1 << 16), 414), (b"GET / HTTP/x", 400), (b"GET", 400)]
+)
+def test_what_is_no_request_is_refused_without_the_servers_name(request_line, status):
+    with page() as (port, _), socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as client:
+        client.sendall(request_line + b"\r\n\r\n")
+        answer = client.makefile("rb").read()
+        assert str(status).encode() in answer
+        assert b"Server:" not in answer
+        assert b"BaseHTTP" not in answer
+
+
 @pytest.mark.parametrize("is_secure", [False, True], ids=["plaintext", "tls"])
 def test_clients_that_say_nothing_keep_nobody_out_and_are_dropped(authority, served, monkeypatch, is_secure):
     monkeypatch.setattr(metrics_server, "_SILENCE_S", 0.2)

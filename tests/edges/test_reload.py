@@ -7,6 +7,7 @@ import threading
 import pytest
 import structlog
 
+from gateway.config.effective import cautions
 from gateway.config.errors import ConfigError
 from gateway.edges.reload import FileWatch, Reloader, file_identity, fingerprint
 from tests.config.test_changes import config
@@ -69,6 +70,25 @@ async def test_a_change_is_put_in_force(site, log):
     assert (await site.reloader.reload("file")).result == "unchanged"
     assert site.reloader.counts == {"applied": 1, "unchanged": 1, "invalid": 0, "refused": 0, "failed": 0}
     assert site.around == [True, False] * 2
+
+
+async def test_only_remarks_that_are_new_are_said(site, log):
+    def remarks():
+        return [line["remark"] for line in log if line["event"] == "config_remark"]
+
+    surprising = {"admission": {"max_in_flight_per_rank": 1}}
+    (remark,) = set(cautions(config(2, **surprising))) - set(cautions(config(2)))
+    steps = (
+        (surprising, [remark]),
+        (surprising | {"policy": {"preset": "p2c"}}, []),
+        ({}, []),
+        (surprising, [remark]),
+    )
+    for sections, expected in steps:
+        log.clear()
+        site.file = config(2, **sections)
+        outcome = await site.reloader.reload("SIGHUP")
+        assert (outcome.result, list(outcome.remarks), remarks()) == ("applied", expected, expected)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ async def test_bounds_of_streams_follow(protocol):
         reconfigure(stack, protocol, limits={"max_streams": 1})
         refused = await generate(client, make_request())
         assert refused.reason is Reason.TOO_MANY_STREAMS
-        reconfigure(stack, protocol, limits={"idle_stream_timeout_s": 0.01})
+        reconfigure(stack, protocol, limits={"idle_stream_timeout_s": 0.05})
         with pytest.raises(grpc.aio.AioRpcError, match="idle"):
             await idle.task
         idle.half_close()

@@ -70,12 +70,18 @@ async def _run(stack: Stack, replay: Replay, *, keep: bool) -> int:
             await asyncio.gather(show, return_exceptions=True)
         text = await asyncio.to_thread(fetch_metrics, stack.ports)
         print("\n" + "\n".join(summary(replay.results, time.monotonic() - begin, text)))
-        title = "it stays up until Ctrl-C; try:" if keep else "with `make demo KEEP=1` it stays up for:"
-        print("\n".join(["", title, *(f"  {line}" for line in next_steps(stack.ports))]), flush=True)
+        print("\n".join(["", *_closing(stack, keep=keep)]), flush=True)
         while keep:
             await asyncio.sleep(1.0)
             stack.check()
     return int(any(result.error is not None for result in replay.results))
+
+
+def _closing(stack: Stack, *, keep: bool) -> list[str]:
+    """What to do next. Commands only where what they ask is still there."""
+    if not keep:
+        return ["all of it is stopped now; `make demo KEEP=1` keeps it up and prints commands to try"]
+    return ["it stays up until Ctrl-C; try:", *(f"  {line}" for line in next_steps(stack.ports))]
 
 
 def _count(text: str) -> int:

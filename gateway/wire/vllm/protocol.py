@@ -24,7 +24,7 @@ class VllmProtocol:
         self._client_index = client_index
 
     def may_be(self, engine_version: str) -> bool:
-        """vLLM announces bare version numbers; TokenSpeed, in the same field, its name before them."""
+        """A bare version number, as vLLM announces it; TokenSpeed, in the same field, puts its name before it."""
         return not engine_version.startswith("tokenspeed")
 
     def encode_add(self, request: EngineRequest) -> list[bytes]:
