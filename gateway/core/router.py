@@ -118,10 +118,10 @@ class Router(Readings):
                 self._on_tick(now, effects)
             case LoadReported() | WaveReported():
                 self._on_report(event, now, effects)
-            case RankJoined() | RankLost() | RankHeard() | RankRenewed() | RankDrained() | RankUndrained():
+            case RankJoined() | RankUndrained():
                 self._fleet.handle(event, now, effects)
                 self._reconfiguration.step(now, effects)  # a rank that is left out gets no work in between
-            case SendFailed() | SendBlocked() | SendUnblocked():
+            case RankLost() | RankHeard() | RankRenewed() | RankDrained() | SendFailed() | SendBlocked() | SendUnblocked():
                 self._fleet.handle(event, now, effects)
             case DrainStarted() | AbortAll():
                 self._on_drain(event, now, effects)

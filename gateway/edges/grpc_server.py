@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
-from gateway.edges import grpc_admin, grpc_gateway, grpc_health
+from gateway.edges import grpc_admin, grpc_gateway, grpc_health, grpc_transport
 from gateway.edges.auth import FAILURES, Authenticator, Failure
 from gateway.edges.grpc_admin import AdminService
 from gateway.edges.grpc_context import RpcContext
@@ -95,6 +95,8 @@ class GrpcServers:
         self.gate.configure(config)
         for service in (self._gateway.service, self._admin.service, *self._engine_services):
             service.configure(config)
+        for server in self._servers:
+            grpc_transport.configure(server, config)
 
     def set_ready(self, *, is_ready: bool) -> None:
         """Set the health of everything but `liveness`, which holds as long as the process answers."""

@@ -132,7 +132,7 @@ class StreamWriter(StreamSink, ABC):
         for message in self.encode(sequence):
             outlet.push(message)
         if not outlet.is_ready:
-            self.writes += 1  # under way until `_on_ready`
+            self._mark(is_under_way=True)  # until `_on_ready`
 
     def _push_pending(self, outlet: Outlet) -> bool:
         """Push what waits as far as the transport takes it. True when the request's end is reached."""
@@ -145,8 +145,19 @@ class StreamWriter(StreamSink, ABC):
         return False
 
     def _on_ready(self) -> None:
-        self.writes += 1
+        self._mark(is_under_way=False)
         self.wake()
+
+    def _mark(self, *, is_under_way: bool) -> None:
+        """A write begins or ends. Saying so twice makes no difference, or a stream would seem to stand still for good."""
+        if self.writes % 2 != is_under_way:
+            self.writes += 1
+
+    async def write(self, context: RpcContext, message: bytes) -> None:
+        """Send one message from the handler; returns when the transport takes the next one."""
+        self._mark(is_under_way=True)
+        await context.write(message)
+        self._mark(is_under_way=False)
 
     async def _write(self, context: RpcContext) -> None:
         pending = self.pending
@@ -156,9 +167,7 @@ class StreamWriter(StreamSink, ABC):
                 if isinstance(item, Request):
                     return
                 for message in self.encode(item):
-                    self.writes += 1
-                    await context.write(message)
-                    self.writes += 1
+                    await self.write(context, message)
                     if self.failure is not None:
                         return
             await self.wait()
@@ -205,7 +214,7 @@ async def serve_request(
         await stream.run(context)
         farewell = stream.farewell(request) if stream.failure is None else None
         for message in farewell or ():
-            await context.write(message)
+            await stream.write(context, message)
     finally:
         stream.close()
         # A no-op once the request has ended; else the client is gone or its transport failed.

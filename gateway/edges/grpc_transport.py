@@ -59,10 +59,16 @@ def make_server(config: Config, security: Security, connections: int, faults: Fa
     return grpc.aio.server(options=server_options(config, connections)), security.grpc_credentials()
 
 
+def configure(server: RpcServer, config: Config) -> None:
+    """Go by what can change while a server runs. The library was told nothing of it."""
+    if isinstance(server, Server):
+        server.set_unread_timeout(_unread_timeout_s(config))
+
+
 def fast_limits(config: Config, connections: int) -> Limits:
     """The bounds of `gateway.h2` for one listener."""
     limits, keepalive = config.limits, config.listen.keepalive
-    max_streams, stall_s = limits.max_streams_per_connection, limits.reader_stall_timeout_s
+    max_streams = limits.max_streams_per_connection
     return Limits(
         max_connections=connections,
         max_streams=max_streams,
@@ -71,7 +77,7 @@ def fast_limits(config: Config, connections: int) -> Limits:
         max_request_bytes=min(config.listen.max_message_bytes, 2 * max_request_bytes(config)),
         resets_burst=_RESETS_PER_STREAM * max_streams,
         handshake_timeout_s=limits.handshake_timeout_s,
-        unread_timeout_s=None if stall_s is None else _UNREAD_STALLS * stall_s,
+        unread_timeout_s=_unread_timeout_s(config),
         keepalive_s=keepalive.time_s,
         keepalive_timeout_s=keepalive.timeout_s,
         min_client_ping_s=keepalive.min_client_ping_s,
@@ -79,3 +85,8 @@ def fast_limits(config: Config, connections: int) -> Limits:
         max_age_s=keepalive.max_connection_age_s,
         max_age_grace_s=keepalive.max_connection_age_grace_s,
     )
+
+
+def _unread_timeout_s(config: Config) -> float | None:
+    stall_s = config.limits.reader_stall_timeout_s
+    return None if stall_s is None else _UNREAD_STALLS * stall_s

@@ -247,8 +247,9 @@ class Metrics(Collector):
         spec = catalogue.RANK_TTFT
         summary = SummaryMetricFamily(spec.full_name, spec.help, labels=spec.labels)
         counts, sums = self._rank_ttft_count[:], self._rank_ttft_sum[:]
-        for rank in range(self._router.ranks.size):
-            summary.add_metric((str(rank),), counts[rank], sums[rank])
+        # A reload adds ranks to the table first and here later: a scrape may come between any two of these steps.
+        for rank, count, total in zip(range(self._router.ranks.size), counts, sums, strict=False):
+            summary.add_metric((str(rank),), count, total)
         yield summary
 
 

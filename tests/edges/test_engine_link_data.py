@@ -303,6 +303,47 @@ async def test_a_broken_connection_of_a_living_engine_re_attaches_as_a_new_incar
         assert harness.send_events == [SendBlocked(0, 1)], "of the loss, nothing since"
 
 
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "at work"])
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_the_late_end_of_an_earlier_batch_connection_is_no_loss(family, transport, is_idle):
+    async with running_link(family=family, transport=transport) as harness:
+        engine = await harness.joined_engine(0)
+        engine.push_rows([("a", [1], "")])
+        await until(lambda: harness.rows == ["a"])
+        first = engine.output
+        engine.connect_output()
+        await until(lambda: len(harness.joins) == 2)
+        if not is_idle:
+            engine.push_rows([("b", [2], "")])
+            await until(lambda: "b" in harness.rows)
+        first.close()
+        connections = harness.link._ranks[0]._channel.output.connections
+        await until(lambda: connections.live == 1)
+        engine.push_rows([("c", [3], "")])
+        await until(lambda: "c" in harness.rows)
+        assert harness.losses == [RankLost(0, 1, "disconnected")]
+        assert harness.of(BatchReceived)[-1].incarnation == 2
+        engine.output.close()
+        await until(lambda: harness.losses[1:] == [RankLost(0, 2, "disconnected")])
+
+
+async def test_the_end_of_the_batch_connection_that_the_rank_talks_over_is_a_loss_whatever_else_is_open():
+    async with running_link() as harness:
+        engine = await harness.joined_engine(0)
+        engine.push_rows([("a", [1], "")])
+        await until(lambda: harness.rows == ["a"])
+        first = engine.output
+        engine.connect_output()
+        await until(lambda: len(harness.joins) == 2)
+        engine.push_rows([("b", [2], "")])
+        await until(lambda: "b" in harness.rows)
+        engine.output.close()
+        await until(lambda: len(harness.losses) == 2)
+        assert harness.losses[1] == RankLost(0, 2, "disconnected")
+        assert not first.closed
+
+
 async def test_what_arrives_while_nobody_has_joined_is_dropped_and_counted():
     async with running_link() as harness:
         engine = harness.engine(0)

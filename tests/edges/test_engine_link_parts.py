@@ -202,6 +202,23 @@ def test_only_the_known_connection_counts_as_the_ranks():
     assert feed(connections, (DOWN, 33)) == [Change.DOWN], "the descriptor was forgotten with its connection"
 
 
+def test_as_many_may_end_as_there_were_besides_the_ranks_when_it_joined():
+    connections = Connections()
+    feed(connections, (UP, 0), (UP, 0), (UP, 0))
+    connections.begin()
+    assert feed(connections, (DOWN, 20), (DOWN, 21), (DOWN, 22)) == [Change.NONE, Change.NONE, Change.DOWN]
+    connections.begin()
+    assert feed(connections, (UP, 0), (DOWN, 20)) == [Change.UP, Change.DOWN], "none was there"
+
+
+def test_of_several_the_one_that_the_rank_talks_over_is_not_let_go():
+    connections = Connections()
+    feed(connections, (UP, 0), (UP, 0))
+    connections.begin()
+    connections.source_fd = 21
+    assert feed(connections, (DOWN, 21)) == [Change.DOWN]
+
+
 def test_a_disconnect_of_what_was_never_established_is_no_loss():
     connections = Connections()
     assert feed(connections, (DOWN, 20), (UP, 0)) == [Change.NONE, Change.UP]

@@ -1,13 +1,26 @@
 """Incarnations that the core gives up while the rank's sockets stay: the numbers of both agree, in any order."""
 
+import errno
+
 import pytest
 
-from gateway.core.events import BatchReceived, RankHeard, RankJoined, RankLost, RankRenewed, SendFailed
+from gateway.core.events import (
+    BatchReceived,
+    LoadReported,
+    RankHeard,
+    RankJoined,
+    RankLost,
+    RankRenewed,
+    SendFailed,
+)
 from gateway.edges.engine_link import LinkState, loss
+from gateway.edges.engine_link.opener import ChannelOpener
 from tests.support.link_harness import request, running_link
 from tests.support.raw_engine import pack, unpack, until
 
 FAMILIES = ["tokenspeed", "vllm"]
+CONTROL = bytes.fromhex("990090c0cb4004000000000000c0c003c0c0")
+"""A vLLM rank's word that wave 3 is complete: no batch."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,12 +97,115 @@ async def test_it_is_lost_and_joins_with_numbers_of_its_own_afterwards(is_new):
 
 
 async def test_a_message_that_is_no_batch_is_a_sign_of_life_of_who_has_joined():
-    async with running_link() as harness:
+    async with running_link(family="vllm") as harness:
         engine = await harness.joined_engine(0)
-        engine.output.send(b"\xc1")
+        engine.push(CONTROL)
         await until(lambda: bool(harness.of(RankHeard)))
         assert harness.of(RankHeard) == [RankHeard(0, 1)]
         harness.link.renew(0, 1)
-        engine.output.send(b"")
+        engine.push(CONTROL)
         await until(lambda: len(harness.of(RankHeard)) == 2)
         assert harness.of(RankHeard)[1] == RankHeard(0, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("is_held", [True, False], ids=["dialled before", "dials afterwards"])
+async def test_a_new_process_is_answered_while_the_old_one_says_nothing(family, is_held):
+    """The sockets of a process that hangs live for ever."""
+    async with running_link(family=family) as harness:
+        await harness.joined_engine(0)
+        successor = harness.engine(0)
+        if is_held:
+            successor.hello()
+            await until(lambda: harness.link.counters.handshakes.get("held") == 1)
+            harness.stop_ticks()
+        harness.link.renew(0, 1)
+        assert not harness.losses, "the driver is still running effects"
+        if is_held:
+            await successor.init()
+            successor.ready()
+            successor.register()
+            successor.connect_output()
+        else:
+            await successor.join()
+        await until(lambda: len(harness.joins) == 2)
+        kinds = RankJoined | RankRenewed | RankLost
+        order = [(type(event), event.incarnation) for event in harness.events if isinstance(event, kinds)]
+        assert order == [(RankJoined, 1), (RankRenewed, 2), (RankLost, 2), (RankJoined, 3)]
+        assert harness.losses[0].cause == "replaced"
+        assert harness.link.counters.lost == {"replaced": 1}
+        harness.link.send(0, 2, request("old"))
+        harness.link.send(0, 3, request("new"))
+        frames = await successor.receive()
+        assert unpack(frames[1])[1 if family == "tokenspeed" else 0] == "new"
+        await until(lambda: [event.wire_id for event in harness.of(SendFailed)] == ["old"])
+
+
+@pytest.mark.parametrize("sign", ["batch", "control", "report"])
+async def test_once_it_is_heard_again_a_new_process_waits(sign):
+    async with running_link(family="vllm") as harness:
+        engine = await harness.joined_engine(0)
+        harness.link.renew(0, 1)
+        match sign:
+            case "batch":
+                engine.push_rows([("a", [1], "")])
+            case "control":
+                engine.push(CONTROL)
+            case "report":
+                engine.report(1, 0)
+        await until(lambda: bool(harness.of(BatchReceived) or harness.of(RankHeard) or harness.of(LoadReported)))
+        successor = harness.engine(0)
+        successor.hello()
+        await until(lambda: harness.link.counters.handshakes.get("held") == 1)
+        engine.push_rows([("b", [2], "")])
+        await until(lambda: "b" in harness.rows)
+        assert not harness.losses
+        engine.close()
+        await successor.init()
+        assert harness.losses == [RankLost(0, 2, "disconnected")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_what_can_not_be_read_is_no_sign_of_life(family):
+    async with running_link(family=family) as harness:
+        engine = await harness.joined_engine(0)
+        harness.link.renew(0, 1)
+        engine.push(b"")
+        await until(lambda: sum(harness.link.counters.noise.values()) == 1)
+        await harness.joined_engine(0)
+        assert harness.losses == [RankLost(0, 2, "replaced")]
+
+
+async def test_a_new_process_that_is_gone_already_costs_the_silent_one_nothing():
+    async with running_link() as harness:
+        engine = await harness.joined_engine(0)
+        successor = harness.engine(0)
+        successor.hello()
+        await until(lambda: harness.link.counters.handshakes.get("held") == 1)
+        successor.close()
+        port = harness.link._ports[0]
+        await until(lambda: not port.send_init(successor.identity, b""), "the end of its connection")
+        harness.link.renew(0, 1)
+        await until(lambda: harness.link.counters.handshakes.get("init_undeliverable") == 1)
+        assert harness.link.state_of(0) is LinkState.JOINED
+        engine.push_rows([("a", [1], "")])
+        await until(lambda: harness.rows == ["a"])
+        assert not harness.losses
+
+
+async def test_without_sockets_for_the_new_process_it_is_answered_later(monkeypatch):
+    async with running_link() as harness:
+        await harness.joined_engine(0)
+        harness.link.renew(0, 1)
+
+        def exhausted(self, owner):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(ChannelOpener, "fresh", exhausted)
+        successor = harness.engine(0)
+        successor.hello()
+        await until(lambda: harness.link.counters.handshakes.get("no_sockets", 0) >= 1)
+        assert not harness.losses
+        monkeypatch.undo()
+        await successor.init()
+        await until(lambda: harness.losses == [RankLost(0, 2, "replaced")])

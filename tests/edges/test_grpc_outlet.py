@@ -156,6 +156,39 @@ async def test_a_client_that_stands_still_is_ended(driver):
     assert transport.status.name == "RESOURCE_EXHAUSTED"
 
 
+async def test_a_transport_that_says_ready_for_nothing_starts_no_write(driver):
+    transport = Outlet()
+    stream, request, task = await start(driver, transport)
+    for token in (1, 2, 3):
+        driver.tokens(request, [token])
+        await settle()
+        transport.open_up()
+        assert not stream.writes % 2, "nothing is under way"
+    transport.is_shutting = True
+    driver.tokens(request, [4])
+    await settle()
+    assert stream.writes % 2
+    transport.open_up()
+    transport.open_up()
+    assert not stream.writes % 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_last_message_that_is_not_taken_is_a_write_under_way(driver):
+    transport = Outlet()
+    transport.is_open = False
+    stream, request, task = await start(driver, transport)
+    stream.farewell = lambda request: [b""]
+    driver.end(request, GatewayError(Reason.ABORTED, "aborted"))
+    await settle()
+    assert stream.writes % 2
+    transport.open_up()
+    transport.accept()
+    await task
+    assert not stream.writes % 2
+
+
 async def test_an_error_comes_after_what_was_pushed(driver):
     transport = Outlet()
     _, request, task = await start(driver, transport)

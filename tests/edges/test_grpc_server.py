@@ -28,6 +28,18 @@ async def health(channel, name):
     return response.status
 
 
+class TestReload:
+    @pytest.mark.parametrize(("stall_s", "unread_s"), [(5.0, 10.0), (None, None)])
+    async def test_the_time_to_read_reaches_the_transport(self, stall_s, unread_s):
+        async with serve(listen={"transport": "fast"}, limits={"reader_stall_timeout_s": 0.5}) as edge:
+            assert await health(edge.channel, "liveness") == SERVING
+            async with grpc.aio.insecure_channel(edge.servers.admin_address) as admin:
+                assert await health(admin, "liveness") == SERVING
+                edge.servers.configure(make_config(limits={"reader_stall_timeout_s": stall_s}))
+                connections = [each for server in edge.servers._servers for each in server._shared.connections]
+                assert [each.http.unread_timeout_s for each in connections] == [unread_s] * 2
+
+
 class TestBinding:
     @pytest.mark.parametrize("setting", ["grpc", "admin"])
     async def test_a_taken_port_is_an_error_that_names_setting_address_and_cause(self, setting):

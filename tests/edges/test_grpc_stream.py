@@ -264,6 +264,7 @@ def bare_request(n=1):
 
 
 def dispatch(sequence, rank, sent_at):
+    sequence.sent_at = sent_at
     sequence.attempt = Attempt(sequence, "w", 1, rank, 1, sent_at)
 
 

@@ -32,6 +32,14 @@ def test_ranks_that_come_have_series_and_those_that_are_gone_have_none():
     assert {rank for rank, _ in samples(world, "rank_state")} == {"0"}
 
 
+def test_a_scrape_while_ranks_come_is_answered():
+    """The router has them some time before the metrics do."""
+    world = World(1)
+    world.send(Reconfigured(make_config(3)))
+    assert set(samples(world, "rank_time_to_first_token_seconds")) == {("0",)}
+    assert {rank for rank, _ in samples(world, "rank_state")} == {"0", "1", "2"}
+
+
 def test_a_request_that_ends_after_its_rank_is_gone_is_counted():
     """Its answer may have waited for its turn, or left in the same loop turn."""
     predictor = {"prefill_ms": "total_new_tokens"}

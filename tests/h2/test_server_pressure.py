@@ -30,6 +30,38 @@ class TestPressure:
             call.cancel()
             await until(context.done)
 
+    async def test_a_message_that_goes_out_at_once_makes_nobody_ready(self, site):
+        """Also a large one: whoever pushed it never waited."""
+        call = site.stream("Wait", b"w")
+        assert await call.read() == b"waiting"
+        (context,) = site.handlers.contexts
+        told = []
+        context.outlet(lambda: told.append("ready"))
+        for _ in range(3):
+            context.push(bytes(20_000))
+            assert context.is_ready
+            assert await call.read() == bytes(20_000)
+        assert told == []
+        call.cancel()
+        await until(context.done)
+
+    async def test_whoever_waits_is_not_ready_before_its_own_message_is_out(self, site):
+        """The message before it went out within its `push`."""
+        call = site.stream("Wait", b"w")
+        assert await call.read() == b"waiting"
+        (context,) = site.handlers.contexts
+        left_bytes = []
+        context.outlet(lambda: left_bytes.append(len(context._stream.backlog)))
+        context.push(bytes(20_000))
+        assert context.is_ready
+        context.push(bytes(3_000_000))
+        assert not context.is_ready
+        assert [len(await call.read()) for _ in range(2)] == [20_000, 3_000_000]
+        await until(lambda: context.is_ready)
+        assert left_bytes == [0]
+        call.cancel()
+        await until(context.done)
+
     async def test_a_client_that_reads_nothing_at_all_stops_at_the_transport(self, site):
         """Its windows are wide open, but nothing leaves its socket."""
 
@@ -121,6 +153,16 @@ class TestStop:
             assert await reader.read() == b""
             writer.close()
             assert await site.unary("Echo", b"y") == b"y"
+
+    async def test_the_time_to_read_can_change_for_those_that_are_open_and_those_to_come(self):
+        async with serving(unread_timeout_s=0.001) as site:
+            await site.unary("Echo", b"x")
+            site.server.set_unread_timeout(None)
+            async with grpc.aio.insecure_channel(
+                site.address, options=[("grpc.use_local_subchannel_pool", 1)]
+            ) as other:
+                assert await other.unary_unary("/t.S/Echo")(b"y") == b"y"
+                assert [each.http.unread_timeout_s for each in site.shared.connections] == [None, None]
 
     async def test_a_port_that_is_taken(self):
         async with serving() as site:

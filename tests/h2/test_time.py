@@ -93,6 +93,20 @@ class TestTime:
         assert peer.reset_events()[1:] == [(3, ErrorCode.CANCEL)]
         assert set(peer.connection.streams) == {5}, "nothing waits for this one"
 
+    def test_the_time_to_read_can_change(self):
+        peer = Peer(unread_timeout_s=60.0, keepalive_s=1000.0)
+        peer.connection.unread_timeout_s = None
+        number = peer.request(is_end=True)
+        peer.connection.send_headers(peer.stream(number), status.HEAD)
+        peer.connection.send_data(peer.stream(number), bytes(100_000))
+        for _ in range(5):
+            peer.check(later_s=60.0)
+        assert not peer.resets
+        peer.connection.unread_timeout_s = 10.0
+        for _ in range(2):
+            peer.check(later_s=10.0)
+        assert peer.resets == [(number, ErrorCode.CANCEL)]
+
     def test_a_client_that_vanished_is_found_by_a_ping(self):
         peer = Peer(keepalive_s=60.0, keepalive_timeout_s=20.0)
         assert not peer.check(later_s=59.0)

@@ -9,8 +9,9 @@ from engine_stub.backend.synthetic import StepTime
 from gateway.core.errors import Reason
 from tests.support.calls import Generation, Many, engine_request, make_prompt, make_request, many_stream
 from tests.support.grpc_edge import error_info, stream_failure
+from tests.support.raw_engine import RawEngine, unpack
 from tests.support.raw_h2 import RESOURCE_EXHAUSTED, raw_client
-from tests.support.stack import expected, running_gateway, stub_config, until
+from tests.support.stack import expected, gateway_config, running, running_gateway, stub_config, until
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -122,6 +123,24 @@ async def test_a_shared_stream_that_stands_still_loses_its_requests_and_can_go_o
         following = make_request(max_tokens=5)
         (await slow_stream.start(following)).assert_complete(following)
         await slow_stream.end()
+
+
+async def test_a_large_message_that_is_read_at_once_leaves_no_write_under_way():
+    """Else its reader is ended for standing still as soon as nothing comes for a while."""
+    async with running(gateway_config("vllm", 1)) as stack:
+        engine = RawEngine(stack.gateway.link.handshake_addresses[0], 0, "vllm")
+        await engine.join()
+        await stack.all_ready()
+        call = stack.client().Generate(make_request(max_tokens=4_000))
+        wire_id = unpack((await engine.receive())[1])[0]
+        engine.push_rows([(wire_id, [300_000_000] * 3_600, "")])
+        response = await call.read()
+        assert response.ByteSize() > 16_384, "more than a frame"
+        (stream,) = stack.gateway.servers.gate.watch._seen
+        await until(lambda: not stream.writes % 2, "the end of the write")
+        call.cancel()
+        await until(lambda: not stack.router.live_count, "the end of the request")
+        engine.close()
 
 
 async def test_a_reader_that_lags_but_reads_gets_everything_in_fewer_messages(protocol):

@@ -373,7 +373,7 @@ class Watch:
                     assert now < entry.expires_at <= now + wait_s
                 since = self.no_rank_since
                 if since is not None:
-                    assert now - max(since, entry.enqueued_at) < queue.no_rank_wait_s
+                    assert now - max(since, entry.queued_at) < queue.no_rank_wait_s
             leader = self.router._answers.leader_of(request.cache_key)
             if request.phase is Phase.ACCEPTED and leader is not None and leader.phase is Phase.QUEUED:
                 # It has its own time, although another one stands in the queue for it.

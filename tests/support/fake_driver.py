@@ -114,6 +114,7 @@ class FakeDriver:
         for sequence in request.sequences:
             rank = (arrived.pinned_rank or 0) + sequence.index
             sequence.attempts = 1
+            sequence.sent_at = now
             sequence.attempt = Attempt(sequence, f"w-{handle}-{sequence.index}", 1, rank, 1, now)
         request.decision_id = handle
         self.router.decisions.kept[handle] = FakeDecision(handle, arrived.pinned_rank or 0)

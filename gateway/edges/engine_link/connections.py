@@ -25,10 +25,14 @@ class Change(Enum):
 
 
 class Connections:
-    """Counts established connections; `source_fd` is the rank's own when it is known."""
+    """Counts established connections; `source_fd` is the rank's own when it is known.
+
+    While it isn't, as many may end as there are besides the rank's (`surplus`) before a loss is the rank's.
+    """
 
     def __init__(self) -> None:
         self.live = 0
+        self.surplus = 0
         self.source_fd: int | None = None
         self._last_failed = False
 
@@ -36,6 +40,11 @@ class Connections:
     def is_up(self) -> bool:
         """Whether any peer is connected."""
         return self.live > 0
+
+    def begin(self) -> None:
+        """The rank joins with the connections that there are; which one is its own is to be learnt anew."""
+        self.source_fd = None
+        self.surplus = max(self.live - 1, 0)
 
     def feed(self, event: int, value: int) -> Change:
         """Apply one monitor event. A loss is the rank's unless another connection is known to be its own."""
@@ -52,7 +61,9 @@ class Connections:
         if not was_established:
             return Change.NONE
         self.live -= 1
-        if self.source_fd is not None and value != self.source_fd:
+        is_other = self.surplus > 0 if self.source_fd is None else value != self.source_fd
+        if is_other:
+            self.surplus = max(self.surplus - 1, 0)
             return Change.NONE
         self.source_fd = None
         return Change.DOWN

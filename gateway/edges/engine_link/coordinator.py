@@ -139,8 +139,8 @@ class ReportIntake:
         self._engine_index = engine_index
         self._latest: tuple[int, EngineLoad] | None = None
 
-    def take(self, frames: list[zmq.Frame], incarnation: int | None) -> None:
-        """Handle one report; without an incarnation nobody has joined whom it could be about."""
+    def take(self, frames: list[zmq.Frame], incarnation: int | None) -> bool:
+        """Handle one report; True if it is a sign of life. Without an incarnation nobody has joined whom it could be about."""
         counters = self._env.counters
         counters.reports += 1
         message = self._codec.decode_report([frame.buffer for frame in frames])
@@ -152,9 +152,12 @@ class ReportIntake:
         elif isinstance(message, EngineBatch):
             self._cross_check(message.engine_index)
             self._take_load(message, incarnation)
+            return True
         elif isinstance(message, EngineControl):
             self._cross_check(message.engine_index)
             self._env.events.emit(WaveReported(self._rank, incarnation, message.wave_complete, message.start_wave))
+            return True
+        return False
 
     def _cross_check(self, claimed: int | None) -> None:
         if claimed is not None and claimed != self._engine_index:

@@ -45,7 +45,7 @@ class LinkCounters:
             *("duplicate_hello", "held", "held_again", "no_sockets", "init_undeliverable", "broken_off"),
             *("oversized", "bad_identity", "unknown_index", "garbage", "unexpected_ready", "bad_registration"),
         )
-        self.lost = BoundedCounts("disconnected", "sentinel", "unreachable")
+        self.lost = BoundedCounts("disconnected", "sentinel", "unreachable", "replaced")
         self.send_failed = BoundedCounts("unreachable", "overflow", "encode")
         self.state_faults = BoundedCounts("corrupt", "foreign", "not_restored", "not_written")
 

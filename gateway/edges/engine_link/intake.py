@@ -16,6 +16,8 @@ class Intake:
         self._protocol = protocol
         self._rank = rank
         self._engine_index = engine_index
+        # The incarnation was given up for its silence, and nothing was heard since.
+        self.is_silent = False
 
     def take(self, frames: list[zmq.Frame], incarnation: int | None) -> bool:
         """Handle one message; True when the rank announced its end.
@@ -39,10 +41,12 @@ class Intake:
             self._env.limited_log.warning("output_noise", rank=self._rank, reason=message.reason)
         else:
             counters.controls += 1
+            self.is_silent = False
             self._env.events.emit(RankHeard(self._rank, incarnation))
         return False
 
     def _pass_on(self, batch: EngineBatch, incarnation: int) -> None:
+        self.is_silent = False
         counters = self._env.counters
         if batch.engine_index is not None and batch.engine_index != self._engine_index:
             counters.index_mismatch += 1

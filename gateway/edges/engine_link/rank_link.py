@@ -16,7 +16,8 @@ DETACHED, because only a new engine process sends one.
 A HELLO for a rank that is JOINED waits until the old connection is gone. Rows that came before a
 disconnect are delivered before the loss.
 
-The core may give up a rank that is JOINED but silent (`renew`): the incarnation number moves on, nothing else.
+The core may give up a rank that is JOINED but silent (`renew`): the incarnation number moves on, nothing else. The
+connections of a process that hangs stay up, so until it says something a HELLO doesn't wait, it ends that incarnation.
 """
 
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from gateway.wire.protocol import EngineProtocol
 DISCONNECTED = "disconnected"
 SENTINEL = "sentinel"
 UNREACHABLE = "unreachable"
+REPLACED = "replaced"
 
 
 class LinkState(Enum):
@@ -143,7 +145,7 @@ class RankLink:
             self._channel.poke(with_monitors=with_monitors)
         if self._sender is not None and self._loss is None:
             self._sender.poke()
-        if self._is_hello_held and with_monitors and self.state is not LinkState.JOINED:
+        if self._is_hello_held and with_monitors and self._is_replaceable:
             self._answer_hello()
 
     def send(self, incarnation: int, request: EngineRequest) -> None:
@@ -178,12 +180,20 @@ class RankLink:
         self._env.counters.handshakes.add("renewed")
         self._env.events.defer(RankRenewed(self.rank, self.incarnation))
         self._sender.renew(self.incarnation)
+        self._intake.is_silent = True
+        if self._is_hello_held:
+            self._answer_hello()
+
+    @property
+    def _is_replaceable(self) -> bool:
+        """Whether a HELLO may be answered: nobody has joined, or who has was given up and says nothing."""
+        return self.state is not LinkState.JOINED or (self._intake.is_silent and self._loss is None)
 
     def on_hello(self, connection_fd: int | None) -> None:
         """An engine process asks for its addresses over this connection (None: unknown)."""
         is_same = connection_fd is not None and connection_fd == self._hello_fd
         self._hello_fd = connection_fd
-        if self.state is LinkState.JOINED:
+        if not self._is_replaceable:
             self._env.counters.handshakes.add("held" if not self._is_hello_held else "held_again")
             self._env.limited_log.warning("hello_held", rank=self.rank, incarnation=self.incarnation)
             self._is_hello_held = True
@@ -243,7 +253,9 @@ class RankLink:
     def on_report(self, frames: list[zmq.Frame]) -> None:
         """A message to the coordinator."""
         if self._reports is not None:
-            self._reports.take(frames, self.incarnation if self.state is LinkState.JOINED else None)
+            is_joined = self.state is LinkState.JOINED
+            if self._reports.take(frames, self.incarnation if is_joined else None):
+                self._intake.is_silent = False
 
     def _answer_hello(self) -> None:
         """Open fresh sockets and announce them; the old ones are closed once the engine can't need them."""
@@ -261,12 +273,20 @@ class RankLink:
             self._env.counters.handshakes.add("init_undeliverable")
             channel.close()
             return
+        if self.state is LinkState.JOINED:
+            self._give_way()
         if self._channel is not None:
             self._channel.close()
         self._channel, self._info = channel, None
         self.state = LinkState.JOINING
         self._memory.begin(channel.addresses)
         self._log.info("rank_joining", input=channel.input.address, output=channel.output.address)
+
+    def _give_way(self) -> None:
+        """The silent incarnation ends for a new process. Its unread rows are of attempts that went on elsewhere."""
+        self._sender = None
+        self._env.counters.lost.add(REPLACED)
+        self._env.events.defer(RankLost(self.rank, self.incarnation, REPLACED))
 
     def _send_addresses(self, channel: Channel) -> bool:
         addresses = channel.addresses
@@ -296,7 +316,10 @@ class RankLink:
         memory.save()
         self.state = LinkState.JOINED
         # What an earlier connection still brings is of earlier attempts: it may stay open.
-        self._outputs = 1 if self._channel.output.connections.is_up else 0
+        output = self._channel.output.connections
+        self._outputs = 1 if output.is_up else 0
+        output.begin()
+        self._intake.is_silent = False
         self._channel.learn_peers()
         self._sender = Sender(
             self._env,
@@ -327,6 +350,10 @@ class RankLink:
             # After the message was read: a connection that it came over is known by now.
             self._channel.output.look()
             joined = self.incarnation if self._outputs <= 1 else None
+            connections = self._channel.output.connections
+            if connections.surplus > 0:
+                # A rank talks over its newest connection; what an earlier one still brings comes before that.
+                connections.source_fd = source_fd(frames[0])
         if self._intake.take(frames, joined):
             if self.state is not LinkState.JOINED:
                 self._discard()

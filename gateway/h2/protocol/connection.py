@@ -28,7 +28,8 @@ class Connection:
 
     def __init__(self, limits: Limits, now: float, memo: HeadMemo) -> None:
         self.timers = Timers(limits, now)
-        self._limits = limits
+        # May be changed at any time; `Limits` has its meaning.
+        self.unread_timeout_s = limits.unread_timeout_s
         self._budgets = Budgets(limits)
         self.out = Outbound(limits, self._budgets)
         self.inbound = Inbound(self.out, limits, self.timers, self._budgets, memo)
@@ -103,8 +104,8 @@ class Connection:
             self._drain(now)
         if self._is_draining and not self.inbound.is_final and now - (timers.drain_began_at or now) >= _DRAIN_PING_S:
             self._finish_draining()
-        if self._limits.unread_timeout_s is not None:
-            self._drop_unread(now, self._limits.unread_timeout_s)
+        if self.unread_timeout_s is not None:
+            self._drop_unread(now, self.unread_timeout_s)
         if timers.needs_ping(now):
             self.out.control(frames.ping(_KEEPALIVE_PING, is_ack=False))
         self._check_flood()

@@ -89,8 +89,11 @@ class Call:
         asyncio.get_running_loop().call_soon(self.fail, error)
 
     def drained(self) -> None:
-        """What had to wait is out: the next message goes out at once."""
-        if self._connection is None:
+        """What had to wait is out: the next message goes out at once.
+
+        Also told of a message that went out within its `push`, which made nobody wait, and by then another may wait.
+        """
+        if self._connection is None or self.is_ready or self._stream.backlog:
             return
         self.is_ready = True
         if self._drained is not None and not self._drained.done():

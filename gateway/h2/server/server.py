@@ -6,6 +6,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from gateway.h2.protocol.heads import HeadMemo
 from gateway.h2.protocol.limits import Limits
 from gateway.h2.rpc.status import Code, RpcError
@@ -78,6 +80,14 @@ class Server:
     def add_secure_port(self, address: str, server_credentials: ContextSource) -> int:
         """The same for TLS. `server_credentials` gives the context of each new connection, with ALPN `h2`."""
         return self._add_port(address, server_credentials)
+
+    def set_unread_timeout(self, timeout_s: float | None) -> None:
+        """Go by another `Limits.unread_timeout_s`, also on the connections that are open."""
+        self._limits = replace(self._limits, unread_timeout_s=timeout_s)
+        if self._shared is not None:
+            self._shared.limits = self._limits
+            for connection in self._shared.connections:
+                connection.http.unread_timeout_s = timeout_s
 
     async def start(self) -> None:
         """Begin to serve what was bound."""
