@@ -121,7 +121,15 @@ class Router(Readings):
             case RankJoined() | RankUndrained():
                 self._fleet.handle(event, now, effects)
                 self._reconfiguration.step(now, effects)  # a rank that is left out gets no work in between
-            case RankLost() | RankHeard() | RankRenewed() | RankDrained() | SendFailed() | SendBlocked() | SendUnblocked():
+            case (
+                RankLost()
+                | RankHeard()
+                | RankRenewed()
+                | RankDrained()
+                | SendFailed()
+                | SendBlocked()
+                | SendUnblocked()
+            ):
                 self._fleet.handle(event, now, effects)
             case DrainStarted() | AbortAll():
                 self._on_drain(event, now, effects)
