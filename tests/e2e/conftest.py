@@ -1,6 +1,7 @@
 """Deployments that the tests of this folder share: one per engine family, started when the first test wants it."""
 
 import asyncio
+import signal
 from contextlib import ExitStack
 
 import grpc
@@ -9,6 +10,10 @@ import pytest
 from tests.support.deployment import Deployment
 
 PROTOCOLS = ("vllm", "tokenspeed")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts its background jobs so, and the processes under test would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=PROTOCOLS)
