@@ -3,6 +3,7 @@
 A leaf module: it imports the standard library and msgspec only. Nothing here knows a wire format,
 a socket or a policy. Column-shaped batches are deliberate: both engines send one message per step
 for the whole batch, and one pass over a few lists is the cheapest thing Python can do with it.
+What is made for every request or batch refers to nothing that refers back, so the collector need not know it.
 """
 
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ FAMILIES: dict[Protocol, Family] = {
 """The one table of engine families; `gateway.wire.registry` has their codecs."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Sampling parameters in API terms, already validated. Engine quirks are the codecs' business.
 
     `top_k` -1 disables it. `max_tokens` is always set: the edge fills in what the context allows.
@@ -72,7 +73,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One attempt as a codec needs it. `wire_id` is unique for ever; the client's id never goes out."""
 
     wire_id: str
@@ -85,7 +86,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The wave that a rank of a vLLM lockstep group is to count it in."""
 
 
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A load snapshot exactly as the rank reported it; `kv_usage` may be outside [0, 1].
 
     `step_counter` starts anew with each `wave`. `taken_at_s` is of the rank's own monotonic clock.
@@ -101,14 +102,14 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     source: LoadSource = "output"
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """The chosen token's log probability and the alternatives `(token id, logprob)` that were asked for."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-class EngineBatch(msgspec.Struct, kw_only=True):
+class EngineBatch(msgspec.Struct, kw_only=True, gc=False):
     """One engine step's output for one rank. The columns are parallel to `ids`.
 
     `token_ids` holds new tokens only. `completion_tokens` is cumulative where the wire carries it.

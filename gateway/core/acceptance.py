@@ -10,11 +10,12 @@ from gateway.core.decisions import Decision
 from gateway.core.dispatcher import Dispatcher
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
-from gateway.core.lifecycle import Phase
+from gateway.core.lifecycle import TRANSITIONS, Phase
 from gateway.core.parts import Parts
 from gateway.core.refusals import no_rank, too_many_sequences
 from gateway.core.request import BYTES_PER_TOKEN, Record, Request, Sequence, is_resumable
 from gateway.core.search import NEVER_FITS
+from gateway.core.tenants import Account
 
 _QUEUED, _IN_FLIGHT = Phase.QUEUED, Phase.IN_FLIGHT
 _FULL = (Reason.RANKS_FULL, Reason.KV_FULL)
@@ -31,6 +32,7 @@ class Acceptance:
         self._attempts = parts.attempts
         self._policy = parts.policy
         self._load = parts.load
+        self._predictor = parts.predictor
         self._dispatcher = parts.dispatcher
         self._counters = parts.counters
         self.configure(config)
@@ -40,30 +42,38 @@ class Acceptance:
         self._may_resume = config.failure.resume
         self._may_wait_for_ranks = config.scheduling.queue.no_rank_wait_s > 0
 
-    def accept(self, arrived: RequestArrived, now: float) -> tuple[Request, Plan]:
-        """Accept the request or raise the `GatewayError` that refuses it."""
-        plan = self._arrivals.plan(arrived, now)
-        needs_rank = plan.answer is None and not plan.is_shared
+    def accept(self, arrived: RequestArrived, now: float) -> tuple[Request, Plan | None]:
+        """Accept the request or raise the `GatewayError` that refuses it. Without a plan it goes to a rank."""
+        plan = None
+        if self._arrivals.is_plain:
+            account: Account | None = self._arrivals.check(arrived, now)
+            prefill_us = self._predictor.prefill_us(len(arrived.prompt_token_ids))
+        else:
+            plan = self._arrivals.plan(arrived, now)
+            account, prefill_us = plan.account, plan.prefill_us
+        needs_rank = plan is None or (plan.answer is None and not plan.is_shared)
         if needs_rank:
-            self._load.expire(now)
+            if self._load.foreign:
+                self._load.expire(now)
             if self._dispatcher is not None:
-                self._refuse_the_impossible(arrived, plan.prefill_us, now)
-        request = Request(self._registry.new_handle(), arrived, now, plan.prefill_us)
+                self._refuse_the_impossible(arrived, prefill_us, now)
+        request = Request(self._registry.new_handle(), arrived, now, prefill_us)
         if needs_rank and self._dispatcher is None:
             try:
                 self.pick_all(request, now)
             except GatewayError:
                 request.unlink()
                 raise
-        if plan.account is not None:
-            self._admission.reserve(request, plan.account)
-        if not self._answers.is_plain:
-            self._answers.accepted(request, plan.cache_key, plan.answer)
-        if self._may_resume and plan.answer is None and is_resumable(arrived):
+        if account is not None:
+            self._admission.reserve(request, account)
+        if plan is not None:
+            self._counters.slo_shadow_rejects += plan.is_late
+            if not self._answers.is_plain:
+                self._answers.accepted(request, plan.cache_key, plan.answer)
+        if self._may_resume and (plan is None or plan.answer is None) and is_resumable(arrived):
             self._keep_record(request)
         self._registry.add(request)
         self._counters.accepted += 1
-        self._counters.slo_shadow_rejects += plan.is_late
         return request, plan
 
     def _keep_record(self, request: Request) -> None:
@@ -76,16 +86,18 @@ class Acceptance:
 
     def pick_all(self, request: Request, now: float) -> None:
         """Mode direct: a rank for every sequence, or an error and none."""
+        sequences = request.sequences
         try:
-            for sequence in request.sequences:
+            for sequence in sequences:
                 self._pick(sequence, now)
         except BaseException:
-            for sequence in request.sequences:
+            for sequence in sequences:
                 if sequence.attempt is not None:
                     self._attempts.take_back(sequence.attempt, now)
             raise
-        request.advance(_IN_FLIGHT)
-        self._counters.dispatch_reasons["direct"] += request.arrived.n
+        assert _IN_FLIGHT in TRANSITIONS[request.phase], request.phase
+        request.phase = _IN_FLIGHT
+        self._counters.dispatch_reasons["direct"] += len(sequences)
 
     def _pick(self, sequence: Sequence, now: float) -> None:
         request = sequence.request
@@ -113,6 +125,10 @@ class Acceptance:
 
     def _refuse_the_impossible(self, arrived: RequestArrived, prefill_us: int, now: float) -> None:
         """Modes queue and batch: what no rank can take by waiting is refused at once."""
+        if arrived.pinned_rank is None and self._policy.is_everyone(
+            len(arrived.prompt_token_ids), arrived.sampling.max_tokens
+        ):
+            return
         decision = self._policy.refuse(
             now,
             prompt_tokens=len(arrived.prompt_token_ids),

@@ -74,26 +74,47 @@ class Admission:
             map(_bounds_tokens, (settings.tenants.default, *settings.tenants.named.values()))
         )
 
-    def check(self, arrived: RequestArrived, now: float, *, queued: int, queued_at_level: int) -> Account:
+    def check(self, arrived: RequestArrived, now: float, *, queued: int = 0, queued_at_level: int = 0) -> Account:
         """The account to charge. Raises `GatewayError` with the budget that the request does not fit in."""
-        self._check_gateway(arrived)
+        n, limit = arrived.n, self._settings.max_in_flight
+        if self._counts_tokens or self.sequences + n > limit:
+            self._check_gateway(arrived)
         account = self.tenants.account(arrived.tenant, now)
-        self._check_tenant(arrived, account, now)
+        # Nobody is held to anything while there is plenty, unless it has bounds of its own.
+        if self._counts_tokens or 2 * (self.sequences + n) > limit or account.settings.max_in_flight is not None:
+            self._check_tenant(arrived, account, now)
         if self._has_queue:
             self._check_queue(arrived, account, now, queued, queued_at_level)
         return account
 
     def reserve(self, request: Request, account: Account) -> None:
         """Charge all sequences of an accepted request."""
-        self._charge(request, account, request.arrived.n)
+        count = request.arrived.n
+        self.sequences += count
+        account.in_flight += count
+        if self._counts_tokens:
+            self._charge_tokens(request, account, count)
         request.account = account
 
     def give_back(self, request: Request, count: int, now: float) -> None:
         """Return the budgets of `count` sequences of the request, which have ended."""
         account = request.account
         assert account is not None
-        self._charge(request, account, -count)
-        self._note_release(now, count)
+        self.sequences -= count
+        account.in_flight -= count
+        if self._counts_tokens:
+            self._charge_tokens(request, account, -count)
+        if self._expected_back:
+            # Whoever waits longest takes the place; with nothing live there is room for all of them.
+            self._expected_back = max(0, self._expected_back - count) if self.sequences else 0
+        last, self._last_release_at = self._last_release_at, now
+        if last is None:
+            return
+        # Sequences that end together share the gap: as many samples, which are all the same.
+        gap = (now - last) / count
+        mean = self._mean_gap_s
+        weight = _SMOOTHING if count == 1 else 1 - (1 - _SMOOTHING) ** count
+        self._mean_gap_s = gap if mean is None else mean + weight * (gap - mean)
 
     def retry_after_s(self, needed: int) -> float:
         """Seconds until `needed` sequences are likely to have ended, beside those that callers refused earlier wait for.
@@ -127,30 +148,12 @@ class Admission:
         for account, count in by_account.items():
             assert account.in_flight == count, account.name
 
-    def _charge(self, request: Request, account: Account, count: int) -> None:
-        self.sequences += count
-        account.in_flight += count
-        if self._counts_tokens:
-            self._charge_tokens(request, account, count)
-
     def _charge_tokens(self, request: Request, account: Account, count: int) -> None:
         prompt, kv = count * len(request.arrived.prompt_token_ids), count * kv_tokens(request.arrived)
         self.prompt_tokens += prompt
         self.kv_tokens += kv
         account.prompt_tokens += prompt
         account.kv_tokens += kv
-
-    def _note_release(self, now: float, count: int) -> None:
-        # Whoever waits longest takes the place; with nothing live there is room for all of them.
-        self._expected_back = max(0, self._expected_back - count) if self.sequences else 0
-        last, self._last_release_at = self._last_release_at, now
-        if last is None:
-            return
-        # Sequences that end together share the gap: as many samples, which are all the same.
-        gap = (now - last) / count
-        mean = self._mean_gap_s
-        weight = 1 - (1 - _SMOOTHING) ** count
-        self._mean_gap_s = gap if mean is None else mean + weight * (gap - mean)
 
     def _check_gateway(self, arrived: RequestArrived) -> None:
         settings, n = self._settings, arrived.n

@@ -54,17 +54,26 @@ class Arrivals:
         self._has_objectives = config.slo.mode != "off"
         self._has_levels = bool(config.scheduling.queue.levels)
         self._validator = Validator(config.model, config.limits, config.groups[0].protocol, self._table.size)
+        self._vocab_size = config.model.vocab_size
+        # Neither order, nor stored answers, nor objectives: every request is for a rank, and nothing is to be planned.
+        self.is_plain = self._answers.is_plain and not self._has_objectives
 
     def validate(self, arrived: RequestArrived) -> None:
         """Raise the first thing that is wrong with the request itself."""
         self._validator.check(arrived)
 
+    def check(self, arrived: RequestArrived, now: float) -> Account:
+        """`plan` for what is plain: raise the first reason against the request, or say whom to charge."""
+        self._check_itself(arrived, now)
+        account = self._admission.check(arrived, now) if self._dispatcher is None else self._check_budgets(arrived, now)
+        prompt = arrived.prompt_token_ids
+        if max(prompt) >= self._vocab_size or min(prompt) < 0:
+            self._validator.check_tokens(arrived)
+        return account
+
     def plan(self, arrived: RequestArrived, now: float) -> Plan:
         """Raise the first reason against the request, or say how it will be served."""
-        self._validator.check_shape(arrived)
-        self._registry.check_id(arrived, now)
-        if arrived.deadline_at is not None and arrived.deadline_at <= now:
-            raise ended_by(Reason.DEADLINE_EXCEEDED)
+        self._check_itself(arrived, now)
         key = answer = None
         if not self._answers.is_plain:
             key = self._answers.key_of(arrived)
@@ -73,19 +82,27 @@ class Arrivals:
         if answer is not None and key is not None:
             self._answers.used(key)
             return Plan(None, 0, key, answer)
-        queue = self._dispatcher.queue if self._dispatcher is not None else None
-        account = self._admission.check(
-            arrived,
-            now,
-            queued=queue.size if queue is not None else 0,
-            queued_at_level=queue.depth_of(arrived.priority) if queue is not None and self._has_levels else 0,
-        )
+        account = self._check_budgets(arrived, now)
         self._validator.check_tokens(arrived)
         prefill_us = self._predictor.prefill_us(len(arrived.prompt_token_ids))
         if key is not None and self._answers.leader_of(key) is not None:
             return Plan(account, prefill_us, key, is_shared=True)
         is_late = self._has_objectives and self._is_late(arrived, prefill_us, now)
         return Plan(account, prefill_us, key, is_late=is_late)
+
+    def _check_itself(self, arrived: RequestArrived, now: float) -> None:
+        """What needs no look at the state of the gateway beyond the ids in use."""
+        self._validator.check_shape(arrived)
+        self._registry.check_id(arrived, now)
+        if arrived.deadline_at is not None and arrived.deadline_at <= now:
+            raise ended_by(Reason.DEADLINE_EXCEEDED)
+
+    def _check_budgets(self, arrived: RequestArrived, now: float) -> Account:
+        if self._dispatcher is None:
+            return self._admission.check(arrived, now)
+        queue = self._dispatcher.queue
+        at_level = queue.depth_of(arrived.priority) if self._has_levels else 0
+        return self._admission.check(arrived, now, queued=queue.size, queued_at_level=at_level)
 
     def _is_late(self, arrived: RequestArrived, prefill_us: int, now: float) -> bool:
         """Whether the request is predicted to miss its objective for the first token; refused where that is enforced."""

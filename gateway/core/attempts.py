@@ -22,6 +22,8 @@ from gateway.core.ranks import RankTable
 from gateway.core.request import Attempt, Request, Sequence
 from gateway.types import EngineRequest, Sampling
 
+_UNSENT = Evidence.UNSENT
+
 
 class Attempts:
     """From a decision to its charge, and from an end to its release."""
@@ -47,23 +49,29 @@ class Attempts:
         self._load = load
         self._batches = batches
         self._counters = counters
-        self._leaves_at_start = config.scheduling.batch.release_at == "first_token"
+        self._use(config)
 
     def configure(self, config: Config) -> None:
         """Go by other settings, for as many ranks as the table has now."""
-        self._leaves_at_start = config.scheduling.batch.release_at == "first_token"
+        self._use(config)
         self.ledger.resize()
+
+    def _use(self, config: Config) -> None:
+        self._leaves_at_start = config.scheduling.batch.release_at == "first_token" and self._batches is not None
+        self.follows_starts = self._leaves_at_start or config.predictor is not None
+        """Whether `started` has to be told of first tokens."""
 
     def choose(self, arrived: RequestArrived, prefill_us: int, now: float) -> Decision:
         """Decide at once; nothing is recorded or charged."""
         decision = self._policy.decide(
             now,
-            prompt_tokens=len(arrived.prompt_token_ids),
-            max_tokens=arrived.sampling.max_tokens,
-            priority=arrived.priority,
-            pinned_rank=arrived.pinned_rank,
-            label=arrived.request_id,
-            prefill_ms=prefill_us / 1e3,
+            len(arrived.prompt_token_ids),
+            arrived.sampling.max_tokens,
+            arrived.priority,
+            0,
+            arrived.pinned_rank,
+            arrived.request_id,
+            prefill_us / 1e3,
         )
         if self._predictor.has_model:
             decision.predicted_ms = prefill_us / 1e3
@@ -91,8 +99,9 @@ class Attempts:
         counters = self._counters
         if decision.rank is not None:
             counters.decisions[decision.rank] += 1
-        for name in decision.relaxed:
-            counters.relaxed_filters[name] += 1
+        if decision.relaxed:
+            for name in decision.relaxed:
+                counters.relaxed_filters[name] += 1
         if self._policy.may_fault:
             counters.non_finite_costs = self._policy.non_finite_costs
             counters.all_non_finite = self._policy.all_non_finite
@@ -109,9 +118,9 @@ class Attempts:
             sequence.sent_at = now
         else:
             self._counters.sent_again(is_resumed=sequence.completion_tokens > 0)
-        sequence.attempts += 1
-        wire_id = f"{self._nonce}-{request.handle:x}-{sequence.index}-{sequence.attempts}"
-        attempt = Attempt(sequence, wire_id, sequence.attempts, rank, self._table.incarnation[rank], now)
+        number = sequence.attempts = sequence.attempts + 1
+        wire_id = f"{self._nonce}-{request.handle:x}-{sequence.index}-{number}"
+        attempt = Attempt(sequence, wire_id, number, rank, self._table.incarnation[rank], now)
         attempt.decision = decision
         sequence.attempt = attempt
         request.last_rank = rank
@@ -128,10 +137,12 @@ class Attempts:
             assert sequence.record is not None
             prompt = [*prompt, *sequence.record.token_ids]
             sampling = _rest_of(sampling, sequence.completion_tokens)
+        if sequence.index and sampling.seed is not None:
+            sampling = _seeded(sampling, sampling.seed, sequence.index)
         request = EngineRequest(
             wire_id=attempt.wire_id,
             prompt_token_ids=prompt,
-            sampling=_sampling_of(sequence, sampling),
+            sampling=sampling,
             eos_token_ids=self._eos_token_ids,
             priority=arrived.priority,
             arrived_at_unix_s=arrived.arrived_at_unix_s,
@@ -173,13 +184,20 @@ class Attempts:
 
     def release(self, attempt: Attempt, evidence: Evidence, now: float) -> None:
         """Give back the charge of an attempt that the rank has seen."""
-        self._note(attempt, evidence)
+        rank, counters = attempt.rank, self._counters
+        attempt.evidence = (evidence, attempt.incarnation, counters.batches[rank])
+        counters.releases[evidence] += 1
+        if self._batches is not None:
+            self._batches.leave(attempt)
         if self.ledger.release(attempt, now):
-            self._load.clamp(attempt.rank)
+            self._load.clamp(rank)
 
     def take_back(self, attempt: Attempt, now: float) -> None:
         """Release an attempt that never left the gateway: the rank's report is not a stale one of ours."""
-        self._note(attempt, Evidence.UNSENT)
+        attempt.evidence = (_UNSENT, attempt.incarnation, self._counters.batches[attempt.rank])
+        self._counters.releases[_UNSENT] += 1
+        if self._batches is not None:
+            self._batches.leave(attempt)
         if self.ledger.take_back(attempt, now):
             self._load.unsent(attempt.rank)
 
@@ -191,12 +209,6 @@ class Attempts:
         if self._batches is not None:
             self._batches.check()
 
-    def _note(self, attempt: Attempt, evidence: Evidence) -> None:
-        attempt.evidence = (evidence, attempt.incarnation, self._counters.batches[attempt.rank])
-        self._counters.releases[evidence] += 1
-        if self._batches is not None:
-            self._batches.leave(attempt)
-
 
 def _rest_of(sampling: Sampling, done: int) -> Sampling:
     """What is left of the limits after `done` tokens."""
@@ -205,8 +217,6 @@ def _rest_of(sampling: Sampling, done: int) -> Sampling:
     )
 
 
-def _sampling_of(sequence: Sequence, sampling: Sampling) -> Sampling:
+def _seeded(sampling: Sampling, seed: int, index: int) -> Sampling:
     """Continuations of one seeded request must differ: the i-th gets seed + i, as vLLM's own front end does."""
-    if sampling.seed is None or sequence.index == 0:
-        return sampling
-    return structs.replace(sampling, seed=(sampling.seed + sequence.index + 2**63) % 2**64 - 2**63)
+    return structs.replace(sampling, seed=(seed + index + 2**63) % 2**64 - 2**63)

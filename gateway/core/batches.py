@@ -3,19 +3,18 @@
 The hot path. Per row: one dict lookup, one append, no allocation beyond the tokens themselves.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from gateway.config.schema import Config
+from gateway.core.attempts import Attempts
 from gateway.core.columns import resize
 from gateway.core.counters import Counters
 from gateway.core.errors import GatewayError, Reason
-from gateway.core.ledger import Ledger
-from gateway.core.lifecycle import Phase
+from gateway.core.lifecycle import TRANSITIONS, Phase
 from gateway.core.load import LoadBook
 from gateway.core.ranks import RankTable
 from gateway.core.refusals import overrun
-from gateway.core.request import Attempt, Request, Sequence
+from gateway.core.request import PACK_AT_TOKENS, Attempt, Request, Sequence
 from gateway.core.strays import Strays
 from gateway.types import EngineBatch, FinishReason, TokenLogprob
 
@@ -39,25 +38,25 @@ class BatchResult:
 
 
 class BatchIntake:
-    """Applies batches. Holds no state of its own."""
+    """Applies batches. Holds no state of its own beyond the times of the last ones."""
 
     def __init__(
         self,
         table: RankTable,
-        ledger: Ledger,
+        attempts: Attempts,
         load: LoadBook,
         strays: Strays,
         counters: Counters,
         max_backlog_bytes: int,
-        on_first_token: Callable[[Attempt], None],
     ) -> None:
         self._table = table
-        self._ledger = ledger
+        self._attempts = attempts
+        self._ledger = attempts.ledger
         self._load = load
         self._strays = strays
         self._counters = counters
         self._max_backlog_bytes = max_backlog_bytes
-        self._on_first_token = on_first_token
+        self._result: BatchResult | None = None
         self._last_batch_at = [0.0] * table.size
         # What was un-started then is prefilled since, and that makes the gap longer than a decode step.
         self._unstarted_then = [0] * table.size
@@ -68,83 +67,121 @@ class BatchIntake:
         resize(self._last_batch_at, self._table.size, float)
         resize(self._unstarted_then, self._table.size, int)
 
-    def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> BatchResult:
-        """Store the load, append every row, and say what ended. Releases are the caller's."""
+    def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> BatchResult | None:
+        """Store the load, append every row, and say what ended, if anything did. Releases are the caller's."""
         self._counters.batches[rank] += 1
-        table = self._table
+        table, ids = self._table, batch.ids
         was_empty = not table.in_flight[rank]
-        if table.in_flight_decode[rank] and len(batch.ids) and not self._unstarted_then[rank]:
+        if not self._unstarted_then[rank] and table.in_flight_decode[rank] and len(ids):
             # Between two batches with rows of a rank that only decodes lies one of its steps.
             table.observe_step(rank, round((now - self._last_batch_at[rank]) * 1e6))
         self._last_batch_at[rank] = now
-        self._load.store(rank, batch, now)
-        result = BatchResult()
-        self._append_rows(rank, batch, now, dirty, result)
+        report = batch.load
+        if report is not None:
+            self._load.store(rank, report, now)
+        self._append_rows(rank, batch, now, dirty)
         self._unstarted_then[rank] = table.in_flight_prefill[rank]
         if batch.fault is not None:
-            self._fail_unreadable(rank, batch, result)
-        if not result.finished:  # their release does it
+            self._fail_unreadable(rank, batch)
+        result = self._take_result()
+        if result is None or not result.finished:  # their release does it
             table.refresh(rank)
-        if was_empty:
-            self._load.settle(rank, batch, now)
+        if was_empty and report is not None:
+            self._load.settle(rank, now, has_rows=bool(len(ids)))
         return result
 
-    def _append_rows(
-        self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request], result: BatchResult
-    ) -> None:
-        live = self._ledger.live
-        completion = batch.completion_tokens
-        cached, logprobs = batch.cached_tokens, batch.logprobs
+    def _append_rows(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> None:
+        live_on_rank = self._ledger.by_rank[rank]
+        ids, completion, cached_tokens, logprobs = (
+            batch.ids,
+            batch.completion_tokens,
+            batch.cached_tokens,
+            batch.logprobs,
+        )
+        # One walk over all columns; those that are missing say nothing of any row.
+        blank: Seq[None] = [None] * len(ids)
         total = 0
-        index = -1
-        for wire_id, token_ids, finish in zip(batch.ids, batch.token_ids, batch.finish, strict=True):
-            index += 1
-            attempt = live.get(wire_id)
-            if attempt is None or attempt.rank != rank or attempt.is_done:
-                self._stray(rank, wire_id, attempt, now, result, is_final=finish != "")
+        for wire_id, token_ids, finish, claimed, cached, row in zip(
+            ids,
+            batch.token_ids,
+            batch.finish,
+            blank if completion is None else completion,
+            blank if cached_tokens is None else cached_tokens,
+            blank if logprobs is None else logprobs,
+            strict=True,
+        ):
+            attempt = live_on_rank.get(wire_id)
+            if attempt is None or attempt.is_done:
+                self._stray(rank, wire_id, now, is_final=finish != "")
                 continue
             count = len(token_ids)
-            tokens_out = attempt.tokens_out + count
-            if completion is not None and completion[index] != tokens_out:
-                self._miscounted(attempt, completion[index], count, result)
+            before = attempt.tokens_out
+            tokens_out = before + count
+            if claimed is not None and claimed != tokens_out:
+                self._miscounted(attempt, claimed, count)
                 continue
             sequence = attempt.sequence
             if count:
                 if tokens_out > attempt.max_tokens:
-                    _fail(result, attempt, overrun(attempt))
+                    self._fail(attempt, overrun(attempt))
                     continue
-                if attempt.first_token_at is None:
+                if not before:
                     self._start(attempt, now)
-                    if cached is not None:
-                        sequence.cached_tokens = cached[index] or 0
+                    if cached_tokens is not None:
+                        sequence.cached_tokens = cached or 0
                 attempt.tokens_out = tokens_out
                 total += count
-                packed = sequence.append(
-                    token_ids, _asked_for(sequence, logprobs[index]) if logprobs is not None else None
-                )
-                if packed and self._is_too_slow(sequence):
-                    _fail(result, attempt, _slow_reader(self._max_backlog_bytes))
+                if sequence.record is None and row is None:
+                    pending = sequence.pending
+                    pending += token_ids
+                    sequence.completion_tokens += count
+                    if len(pending) >= PACK_AT_TOKENS:
+                        sequence.pack()
+                        self._check_reader(attempt)
+                elif sequence.append(token_ids, _asked_for(sequence, row)):
+                    self._check_reader(attempt)
             if not sequence.is_dirty:
                 sequence.is_dirty = True
                 dirty.append(sequence)
             if finish:
-                if finish == "length" and completion is None and self._is_short(attempt, tokens_out):
-                    _fail(result, attempt, _ended_short(attempt, tokens_out))
-                    continue
-                attempt.is_done = True
-                result.finished.append((attempt, finish))
-        self._counters.rows += index + 1
-        if total:
-            self._counters.tokens[rank] += total
-            self._ledger.add_tokens(rank, total)
+                self._finish(attempt, finish, tokens_out, is_counted=claimed is not None)
+        self._counters.rows += len(ids)
+        self._counters.tokens[rank] += total
+        self._ledger.add_tokens(rank, total)
+
+    def _finish(self, attempt: Attempt, finish: FinishReason, tokens_out: int, *, is_counted: bool) -> None:
+        if finish == "length" and not is_counted and self._is_short(attempt, tokens_out):
+            self._fail(attempt, _ended_short(attempt, tokens_out))
+            return
+        attempt.is_done = True
+        self._ended().finished.append((attempt, finish))
+
+    def _take_result(self) -> BatchResult | None:
+        result = self._result
+        if result is not None:
+            self._result = None
+        return result
+
+    def _ended(self) -> BatchResult:
+        """Most batches end nothing, and have no result."""
+        if self._result is None:
+            self._result = BatchResult()
+        return self._result
 
     def _start(self, attempt: Attempt, now: float) -> None:
         self._ledger.start(attempt, now)
-        self._on_first_token(attempt)
+        if self._attempts.follows_starts:
+            self._attempts.started(attempt)
         request = attempt.sequence.request
         if request.first_token_at is None:
             request.first_token_at = now
-            request.advance(_STREAMING)
+            assert _STREAMING in TRANSITIONS[request.phase], request.phase
+            request.phase = _STREAMING
+
+    def _check_reader(self, attempt: Attempt) -> None:
+        """End the attempt if its reader fell behind."""
+        if self._is_too_slow(attempt.sequence):
+            self._fail(attempt, _slow_reader(self._max_backlog_bytes))
 
     def _is_too_slow(self, sequence: Sequence) -> bool:
         """Whether a reader fell behind. One whose turn has not come can't read: its output was paid for at acceptance."""
@@ -152,10 +189,9 @@ class BatchIntake:
         is_its_turn = place is None or place.is_live
         return is_its_turn and sequence.backlog_bytes - sequence.held_bytes > self._max_backlog_bytes
 
-    def _stray(
-        self, rank: int, wire_id: str, attempt: Attempt | None, now: float, result: BatchResult, *, is_final: bool
-    ) -> None:
+    def _stray(self, rank: int, wire_id: str, now: float, *, is_final: bool) -> None:
         """A row that belongs to no live attempt of this rank never reaches a client."""
+        attempt = self._ledger.live.get(wire_id)
         if attempt is not None:
             if attempt.rank == rank:
                 self._counters.late_rows += 1  # its end came earlier in this very batch
@@ -168,12 +204,12 @@ class BatchIntake:
             self._counters.late_rows += 1
         else:
             self._counters.orphan_rows += 1
-        if len(wire_id) > MAX_STRAY_ID_CHARS or len(result.stray_ids) >= MAX_STRAYS_PER_BATCH:
+        if len(wire_id) > MAX_STRAY_ID_CHARS or len(self._ended().stray_ids) >= MAX_STRAYS_PER_BATCH:
             return  # no gateway makes such ids; the rest has its turn with a later batch
         if self._strays.seen(rank, wire_id, now, is_final=is_final):
-            result.stray_ids.append(wire_id)
+            self._ended().stray_ids.append(wire_id)
 
-    def _miscounted(self, attempt: Attempt, claimed: int, count: int, result: BatchResult) -> None:
+    def _miscounted(self, attempt: Attempt, claimed: int, count: int) -> None:
         """The engine's cumulative count and what arrived differ: tokens were lost or doubled."""
         missing = claimed - attempt.tokens_out - count
         if missing > 0:
@@ -187,14 +223,14 @@ class BatchIntake:
             rank=attempt.rank,
             delivered_tokens=attempt.tokens_out,
         )
-        _fail(result, attempt, error)
+        self._fail(attempt, error)
 
     def _is_short(self, attempt: Attempt, tokens_out: int) -> bool:
         """Whether an attempt ended for its length before it had it: a wire without counts tells of a loss only here."""
         room = self._table.max_model_len[attempt.rank] - attempt.prompt_tokens
         return tokens_out < min(attempt.max_tokens, room)
 
-    def _fail_unreadable(self, rank: int, batch: EngineBatch, result: BatchResult) -> None:
+    def _fail_unreadable(self, rank: int, batch: EngineBatch) -> None:
         """Rows that could not be read: fail whom they name, or everyone they may have hit.
 
         Where the wire carries cumulative counts the next row of each victim tells; where it does not
@@ -214,7 +250,12 @@ class BatchIntake:
                 rank=rank,
                 delivered_tokens=attempt.tokens_out,
             )
-            _fail(result, attempt, error)
+            self._fail(attempt, error)
+
+    def _fail(self, attempt: Attempt, error: GatewayError) -> None:
+        """The attempt ends with an error; nothing more of it is delivered, not even from this batch."""
+        attempt.is_done = True
+        self._ended().failed.append((attempt, error))
 
 
 def _ended_short(attempt: Attempt, tokens_out: int) -> GatewayError:
@@ -234,12 +275,6 @@ def _asked_for(sequence: Sequence, logprobs: Row | None) -> Row | None:
     if all(len(item.top) <= wanted for item in logprobs):
         return logprobs
     return [TokenLogprob(item.logprob, item.top[:wanted]) for item in logprobs]
-
-
-def _fail(result: BatchResult, attempt: Attempt, error: GatewayError) -> None:
-    """The attempt ends with an error; nothing more of it is delivered, not even from this batch."""
-    attempt.is_done = True
-    result.failed.append((attempt, error))
 
 
 def _slow_reader(limit_bytes: int) -> GatewayError:

@@ -13,18 +13,18 @@ class Deadlines:
     """Earliest deadline first. Entries of ended requests are dropped when they surface or pile up."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int]] = []
+        self.heap: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self.heap)
 
     def add(self, deadline_at: float, handle: int) -> None:
         """Watch a request."""
-        heapq.heappush(self._heap, (deadline_at, handle))
+        heapq.heappush(self.heap, (deadline_at, handle))
 
     def expired(self, now: float, live: Collection[int]) -> list[int]:
         """Handles of `live` requests whose deadline has passed, earliest first; they are no longer watched."""
-        heap, due = self._heap, []
+        heap, due = self.heap, []
         while heap and heap[0][0] <= now:
             handle = heapq.heappop(heap)[1]
             if handle in live:
@@ -33,6 +33,6 @@ class Deadlines:
 
     def compact(self, live: Collection[int]) -> None:
         """Drop ended requests when they outnumber the `live` ones."""
-        if len(self._heap) > 2 * len(live) + _SLACK:
-            self._heap = [entry for entry in self._heap if entry[1] in live]
-            heapq.heapify(self._heap)
+        if len(self.heap) > 2 * len(live) + _SLACK:
+            self.heap = [entry for entry in self.heap if entry[1] in live]
+            heapq.heapify(self.heap)

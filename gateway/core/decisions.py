@@ -186,10 +186,10 @@ class DecisionRing:
 
     def add(self, decision: Decision) -> int:
         """Give the decision its id and keep it in place of the oldest."""
-        number = self._last_id = self._last_id + 1
-        decision.id = number
-        if self._kept:
-            self._kept[number % len(self._kept)] = decision
+        decision.id = number = self._last_id = self._last_id + 1
+        kept = self._kept
+        if kept:
+            kept[number % len(kept)] = decision
         return number
 
     def get(self, number: int) -> Decision | None:

@@ -163,7 +163,7 @@ class Dispatcher:
 
     def next_due(self) -> float | None:
         """When a collecting rank's window ends, if nothing else happens before."""
-        return self._due_at
+        return self._due_at if self.queue.size else None
 
     def check(self, queued: list[Sequence]) -> None:
         """Assert that exactly these sequences are queued; for tests."""

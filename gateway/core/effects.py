@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gateway.core.request import Request
 
 
-class Dispatch(msgspec.Struct, frozen=True):
+class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """Send this attempt's ADD to the rank. The charge is already made."""
 
     rank: int
@@ -57,7 +57,7 @@ class StartWave(msgspec.Struct, frozen=True):
     wave: int
 
 
-class RequestAccepted(msgspec.Struct, frozen=True):
+class RequestAccepted(msgspec.Struct, frozen=True, gc=False):
     """The request was admitted; `request.handle` names it from now on."""
 
     request: "Request"
@@ -69,7 +69,7 @@ class RequestRefused(msgspec.Struct, frozen=True):
     error: "GatewayError"
 
 
-class RequestEnded(msgspec.Struct, frozen=True):
+class RequestEnded(msgspec.Struct, frozen=True, gc=False):
     """The one terminal outcome of an accepted request: `request.error` is None on success."""
 
     request: "Request"

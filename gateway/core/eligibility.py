@@ -71,6 +71,7 @@ class Eligibility:
 
     def __init__(self, settings: Filters, table: RankTable) -> None:
         self._table = table
+        self._ranks = list(range(table.size))
         self._checks_fit = settings.kv_fit != "off"
         self._soft = (KV_USAGE, KV_FIT) if settings.kv_fit == "soft" else (KV_USAGE,)
         # Most configurations have no budgets, and then nothing looks at groups.
@@ -79,22 +80,21 @@ class Eligibility:
     def is_everyone(self, prompt_tokens: int, max_tokens: int) -> bool:
         """Whether every rank passes every filter, decided from whole columns; False may also mean "look closer"."""
         table = self._table
+        if table.open_count != table.size or table.over_kv_count:
+            return False
         # Below both minima it fits, whatever is checked; that answers for nearly all prompts.
-        is_small = prompt_tokens < table.min_model_len and prompt_tokens < table.kv_floor_tokens
-        return (
-            table.open_count == table.size
-            and not table.over_kv_count
-            and (is_small or self._fits_everywhere(prompt_tokens))
-            and not (self._budgets and self._closed_groups(prompt_tokens, max_tokens))
-        )
+        is_small = prompt_tokens < table.kv_floor_tokens and prompt_tokens < table.min_model_len
+        if not is_small and not self._fits_everywhere(prompt_tokens):
+            return False
+        return not self._budgets or not self._closed_groups(prompt_tokens, max_tokens)
 
     def screen(self, prompt_tokens: int, max_tokens: int) -> Screened:
         """Every rank through every filter."""
         table = self._table
         if self._fits_everywhere(prompt_tokens):
-            passes = bytearray(table.is_open)
+            passes = bytearray(table.is_open) if table.open_count < table.size else bytearray(b"\1") * table.size
             if table.over_kv_count:
-                for rank in compress(range(table.size), table.is_over_kv):
+                for rank in compress(self._ranks, table.is_over_kv):
                     passes[rank] = False
         else:
             passes = bytearray(
@@ -159,15 +159,18 @@ class Eligibility:
 
     def _settle(self, codes: bytes, prompt_tokens: int, max_tokens: int, pinned: int | None) -> Screened:
         """Accept the eligible ranks, or else those that only ever weaker soft filters turned away."""
-        for accepted in (ELIGIBLE, *self._soft):
+        if ELIGIBLE in codes:
+            return Screened(codes, self._eligible(codes))
+        for accepted in self._soft:
             if accepted not in codes:
                 continue
-            if accepted == ELIGIBLE:
-                return Screened(codes, _eligible(codes))
             relaxed = tuple(REASONS[code] for code in self._soft if code <= accepted and code in codes)
             codes = bytes([ELIGIBLE if code <= accepted else code for code in codes])
-            return Screened(codes, _eligible(codes), relaxed)
+            return Screened(codes, self._eligible(codes), relaxed)
         return self._refuse(codes, prompt_tokens, max_tokens, pinned)
+
+    def _eligible(self, codes: bytes) -> list[int]:
+        return list(compress(self._ranks, codes.translate(_IS_ELIGIBLE)))
 
     def _refuse(self, codes: bytes, prompt_tokens: int, max_tokens: int, pinned: int | None) -> Screened:
         """The most informative reason why no rank is eligible.
@@ -213,7 +216,3 @@ class Eligibility:
         if self._checks_fit and prompt_tokens > table.free_kv_tokens[rank]:
             return KV_FIT
         return KV_USAGE if table.is_over_kv[rank] else ELIGIBLE
-
-
-def _eligible(codes: bytes) -> list[int]:
-    return list(compress(range(len(codes)), codes.translate(_IS_ELIGIBLE)))

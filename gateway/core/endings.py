@@ -6,7 +6,7 @@
 from gateway.core.acceptance import Acceptance
 from gateway.core.effects import AbortOnRank, Effect, RequestEnded
 from gateway.core.errors import GatewayError, Reason
-from gateway.core.lifecycle import Evidence, Phase
+from gateway.core.lifecycle import TRANSITIONS, Evidence, Phase
 from gateway.core.parts import Parts
 from gateway.core.patience import Patience
 from gateway.core.refusals import ended_by
@@ -14,6 +14,7 @@ from gateway.core.request import Request, Sequence
 from gateway.types import FinishReason
 
 _SETTLED, _ENDED = Phase.SETTLED, Phase.ENDED
+_NOBODY: list[Request] = []
 _DROPPED = (Reason.CANCELLED, Reason.ABORTED, Reason.INTERNAL)
 """Ends after which nobody waits for the output any more."""
 
@@ -39,7 +40,8 @@ class Endings:
         if request.phase >= _SETTLED:
             self._counters.double_ends += 1
             return
-        request.advance(_SETTLED)
+        assert _SETTLED in TRANSITIONS[request.phase], request.phase
+        request.phase = _SETTLED
         request.settled_at = now
         request.error = error
         for sequence in request.sequences:
@@ -52,11 +54,15 @@ class Endings:
                 effects.append(AbortOnRank(attempt.rank, attempt.incarnation, (attempt.wire_id,)))
         if request.account is not None:
             self._admission.give_back(request, request.unfinished, now)
-        followers: list[Request] = []
+        followers = _NOBODY
         if request.cache_key is not None:
             self._answers.store(request, now)
             followers = self._answers.followers(request)
-        self._leave(request, now, effects, is_dropped=error is not None and error.reason in _DROPPED)
+        if request.place is None:
+            self._answers.dirty.append(request)
+            self._end(request, now, effects)
+        else:
+            self._leave(request, now, effects, is_dropped=error is not None and error.reason in _DROPPED)
         for follower in followers:
             self._follow_up(follower, request, now, effects)
 
@@ -91,12 +97,21 @@ class Endings:
     def _leave(self, request: Request, now: float, effects: list[Effect], *, is_dropped: bool) -> None:
         """The answer leaves, and with it those that only waited for it to."""
         for ended in self._answers.settled(request, is_dropped=is_dropped):
-            ended.advance(_ENDED)
-            ended.ended_at = now
-            self._registry.remove(ended, now)
-            outcome = "OK" if ended.error is None else ended.error.reason.value
-            self._counters.ended[outcome] = self._counters.ended.get(outcome, 0) + 1
-            effects.append(RequestEnded(ended))
+            self._end(ended, now, effects)
+
+    def _end(self, request: Request, now: float, effects: list[Effect]) -> None:
+        """Its answer has left."""
+        assert _ENDED in TRANSITIONS[request.phase], request.phase
+        request.phase = _ENDED
+        request.ended_at = now
+        self._registry.remove(request, now)
+        ended = self._counters.ended
+        if request.error is None:
+            ended["OK"] += 1
+        else:
+            outcome = request.error.reason.value
+            ended[outcome] = ended.get(outcome, 0) + 1
+        effects.append(RequestEnded(request))
 
     def _follow_up(self, follower: Request, leader: Request, now: float, effects: list[Effect]) -> None:
         """Give a follower its leader's answer, or a way of its own."""

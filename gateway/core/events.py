@@ -51,7 +51,7 @@ class RequestCancelled(msgspec.Struct, frozen=True):
     reason: Reason
 
 
-class BatchReceived(msgspec.Struct, frozen=True):
+class BatchReceived(msgspec.Struct, frozen=True, gc=False):
     """One decoded output message of one rank incarnation."""
 
     rank: int

@@ -77,11 +77,17 @@ class Health:
 
     def heard(self, rank: int, wire_ids: Sequence[str], now: float, effects: list[Effect]) -> None:
         """A message of the rank's current incarnation, with rows of these attempts. Once per batch."""
-        state = self._table.state[rank]
-        if not self._silence.heard(rank):
-            return
-        if self._probes.is_out(rank):
+        table = self._table
+        # Whoever takes messages shows by any of its own that it lives.
+        if table.is_blocked[rank]:
+            if not self._silence.heard(rank):
+                return
+        else:
+            table.silent_s[rank] = 0.0
+            self._silence.most_queued[rank] = 0
+        if self._probes.out[rank] is not None:
             self._probes.settled(rank)
+        state = table.state[rank]
         if state is _READY:
             return
         if state is _SUSPECT:

@@ -21,7 +21,8 @@ class Ledger:
         self._table = table
         self._counters = counters
         self.live: dict[str, Attempt] = {}
-        self._of_rank: list[dict[str, Attempt]] = [{} for _ in range(table.size)]
+        self.by_rank: list[dict[str, Attempt]] = [{} for _ in range(table.size)]
+        """Each rank's live attempts, oldest first."""
         self._unstarted: list[dict[str, Attempt]] = [{} for _ in range(table.size)]
         self._prefilled_until = [-inf] * table.size
         """Up to when a rank's time was given to attempts that have started."""
@@ -29,7 +30,7 @@ class Ledger:
     def resize(self) -> None:
         """Take as many ranks as the table has now, and count anew what budgets of groups are counted in."""
         table = self._table
-        resize(self._of_rank, table.size, dict)
+        resize(self.by_rank, table.size, dict)
         resize(self._unstarted, table.size, dict)
         resize(self._prefilled_until, table.size, lambda: -inf)
         for sums in (table.group_in_flight, table.group_prompt_tokens, table.group_kv_tokens):
@@ -45,19 +46,19 @@ class Ledger:
 
         Its `cached_tokens`, `max_tokens` and `prefill_us` must not change from here to its release.
         """
-        table, rank = self._table, attempt.rank
-        self.live[attempt.wire_id] = attempt
-        self._of_rank[rank][attempt.wire_id] = attempt
+        table, rank, wire_id = self._table, attempt.rank, attempt.wire_id
+        prompt_tokens, prefill_us = attempt.prompt_tokens, attempt.prefill_us
+        self.live[wire_id] = attempt
+        self.by_rank[rank][wire_id] = attempt
         unstarted = self._unstarted[rank]
         if not unstarted:
-            table.set_head(rank, now, attempt.prefill_us)
-        unstarted[attempt.wire_id] = attempt
-        prompt_tokens = attempt.prompt_tokens
+            table.set_head(rank, now, prefill_us)
+        unstarted[wire_id] = attempt
         table.in_flight[rank] += 1
         table.in_flight_prefill[rank] += 1
         new_tokens = prompt_tokens - attempt.cached_tokens
         table.queued_tokens[rank] += new_tokens if new_tokens > 0 else 1
-        table.pending_us[rank] += attempt.prefill_us
+        table.pending_us[rank] += prefill_us
         table.own_tokens[rank] += prompt_tokens
         if table.has_budgets:
             self._reserve(rank, 1, prompt_tokens, prompt_tokens + attempt.max_tokens)
@@ -86,8 +87,9 @@ class Ledger:
 
     def add_tokens(self, rank: int, count: int) -> None:
         """Tokens of a whole batch; each attempt's own count is the caller's to raise."""
-        self._table.ctx_tokens[rank] += count
-        self._table.own_tokens[rank] += count
+        table = self._table
+        table.ctx_tokens[rank] += count
+        table.own_tokens[rank] += count
 
     def release(self, attempt: Attempt, now: float) -> bool:
         """Give back the charge. A second release is counted and changes nothing.
@@ -98,10 +100,10 @@ class Ledger:
             self._counters.double_releases += 1
             return False
         attempt.released = True
-        table, rank = self._table, attempt.rank
-        del self.live[attempt.wire_id]
-        mine = self._of_rank[rank]
-        del mine[attempt.wire_id]
+        table, rank, wire_id = self._table, attempt.rank, attempt.wire_id
+        del self.live[wire_id]
+        mine = self.by_rank[rank]
+        del mine[wire_id]
         prompt_tokens = attempt.prompt_tokens
         table.in_flight[rank] -= 1
         if table.has_budgets:
@@ -143,11 +145,11 @@ class Ledger:
 
     def of_rank(self, rank: int) -> list[Attempt]:
         """The rank's live attempts, oldest first."""
-        return list(self._of_rank[rank].values())
+        return list(self.by_rank[rank].values())
 
     def audit(self, rank: int) -> list[str]:
         """Names of the rank's columns that are not what its live attempts add up to. One pass over these attempts."""
-        table, attempts = self._table, list(self._of_rank[rank].values())
+        table, attempts = self._table, list(self.by_rank[rank].values())
         started = [a for a in attempts if a.first_token_at is not None]
         unstarted = [a for a in attempts if a.first_token_at is None]
         prompts, out = sum(a.prompt_tokens for a in attempts), sum(a.tokens_out for a in started)
@@ -173,8 +175,8 @@ class Ledger:
     def check(self) -> None:
         """Assert the invariant; for tests, after every step."""
         table = self._table
-        assert sum(len(mine) for mine in self._of_rank) == len(self.live)
-        for rank, mine in enumerate(self._of_rank):
+        assert sum(len(mine) for mine in self.by_rank) == len(self.live)
+        for rank, mine in enumerate(self.by_rank):
             attempts = list(mine.values())
             assert all(not a.released and a.rank == rank and self.live[a.wire_id] is a for a in attempts)
             assert list(self._unstarted[rank].values()) == [a for a in attempts if a.first_token_at is None], rank
@@ -192,14 +194,15 @@ class Ledger:
         self._table.count_in_group(rank, attempts, prompt_tokens, kv_tokens)
 
     def _leave_unstarted(self, attempt: Attempt, now: float) -> None:
-        table, rank = self._table, attempt.rank
+        table, rank, wire_id = self._table, attempt.rank, attempt.wire_id
         unstarted = self._unstarted[rank]
-        was_head = next(iter(unstarted)) == attempt.wire_id
-        del unstarted[attempt.wire_id]
+        was_head = len(unstarted) == 1 or next(iter(unstarted)) == wire_id
+        del unstarted[wire_id]
         new_tokens = attempt.prompt_tokens - attempt.cached_tokens
         table.queued_tokens[rank] -= new_tokens if new_tokens > 0 else 1
         table.pending_us[rank] -= attempt.prefill_us
         if not unstarted:
-            table.set_head(rank, None, 0)
+            table.head_since[rank] = None
+            table.head_us[rank] = table.head_credit_us[rank] = 0
         elif was_head:
             table.set_head(rank, now, next(iter(unstarted.values())).prefill_us)

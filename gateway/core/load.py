@@ -10,7 +10,7 @@ from gateway.config.schema import Load as LoadSettings
 from gateway.core.columns import resize
 from gateway.core.counters import Counters
 from gateway.core.ranks import RankTable
-from gateway.types import EngineBatch, EngineLoad
+from gateway.types import EngineLoad
 
 MAX_REORDERED_S = 5.0
 """A report that is older by more than this wasn't overtaken on the way: the rank's clock is not what it was."""
@@ -27,7 +27,8 @@ class LoadBook:
         self._last_abort_at: list[float | None] = [None] * table.size
         self._last_step: dict[tuple[int, str], tuple[int, int]] = {}
         self._last_taken_at: dict[int, float] = {}
-        self._foreign: set[int] = set()
+        self.foreign: set[int] = set()
+        """Ranks with load that is nobody's we know, for `expire`."""
 
     def configure(self, config: Config) -> None:
         """Go by other settings, for as many ranks as the table has now."""
@@ -35,7 +36,7 @@ class LoadBook:
         size = self._table.size
         resize(self._own_at_receipt, size, int)
         resize(self._last_abort_at, size, lambda: None)
-        self._foreign = {rank for rank in self._foreign if rank < size}
+        self.foreign = {rank for rank in self.foreign if rank < size}
         self._last_step = {key: step for key, step in self._last_step.items() if key[0] < size}
         self._last_taken_at = {rank: at for rank, at in self._last_taken_at.items() if rank < size}
 
@@ -44,7 +45,7 @@ class LoadBook:
         self._table.forget_snapshot(rank)
         self._own_at_receipt[rank] = 0
         self._last_abort_at[rank] = None
-        self._foreign.discard(rank)
+        self.foreign.discard(rank)
         for source in ("output", "coordinator"):
             self._last_step.pop((rank, source), None)
         self._last_taken_at.pop(rank, None)
@@ -53,40 +54,41 @@ class LoadBook:
         """We sent an abort; reports without rows soon after still count the aborted request."""
         self._last_abort_at[rank] = now
 
-    def store(self, rank: int, batch: EngineBatch, now: float) -> None:
-        """Keep a batch's report. Runs before the batch's rows are looked at."""
-        if batch.load is not None:
-            self._keep(rank, batch.load, now)
+    def store(self, rank: int, load: EngineLoad, now: float) -> bool:
+        """Keep a report; False when a later one is stored already. Refreshing the rank is the caller's.
 
-    def report(self, rank: int, load: EngineLoad, now: float) -> None:
-        """Keep a report that came by itself."""
-        if self._keep(rank, load, now) and not self._table.in_flight[rank]:
-            self._judge(rank, now, has_rows=False)
-
-    def _keep(self, rank: int, load: EngineLoad, now: float) -> bool:
-        """Store a report; False when a later one is stored already."""
-        if self._is_regression(rank, load):
+        That of a batch is stored before the batch's rows are looked at.
+        """
+        if (load.taken_at_s is not None or load.step_counter is not None) and self._is_regression(rank, load):
             return False
         table = self._table
-        table.reported_running[rank] = load.running
-        table.reported_waiting[rank] = load.waiting
-        table.kv_usage[rank] = min(1.0, max(0.0, load.kv_usage))
+        running, waiting, usage = load.running, load.waiting, load.kv_usage
+        table.reported_running[rank] = running
+        table.reported_waiting[rank] = table.waiting[rank] = waiting
+        if table.is_resident[rank]:
+            running = running - waiting if running > waiting else 0
+        table.running[rank] = running
+        # NaN counts as nothing.
+        table.kv_usage[rank] = usage if 0.0 < usage <= 1.0 else 1.0 if usage > 1.0 else 0.0
         table.snapshot_at[rank] = now
         table.sent_since_snapshot[rank] = 0
         self._own_at_receipt[rank] = table.in_flight[rank]
         self._counters.snapshots[rank] += 1
-        self._normalise(rank)
         return True
 
-    def settle(self, rank: int, batch: EngineBatch, now: float) -> None:
-        """Judge a report that came while nothing of ours was in flight and nothing of ours was in it."""
-        if batch.load is not None:
-            self._judge(rank, now, has_rows=bool(len(batch.ids)))
+    def report(self, rank: int, load: EngineLoad, now: float) -> None:
+        """Keep a report that came by itself."""
+        if not self.store(rank, load, now):
+            return
+        self._table.refresh(rank)
+        if not self._table.in_flight[rank]:
+            self.settle(rank, now, has_rows=False)
 
-    def _judge(self, rank: int, now: float, *, has_rows: bool) -> None:
+    def settle(self, rank: int, now: float, *, has_rows: bool) -> None:
+        """Judge a report that came while nothing of ours was in flight; `has_rows`: it came with rows."""
         table = self._table
         if not (table.reported_running[rank] or table.reported_waiting[rank]):
-            self._foreign.discard(rank)
+            self.foreign.discard(rank)
             return
         last_abort = self._last_abort_at[rank]
         is_settling = last_abort is not None and now - last_abort <= self._settings.abort_settle_s
@@ -94,38 +96,42 @@ class LoadBook:
             self.clamp(rank)
         else:
             self._counters.foreign_reports += 1
-            self._foreign.add(rank)
+            self.foreign.add(rank)
 
     def clamp(self, rank: int) -> None:
         """The in-flight set is empty: queue counts go to the other gateways' share, 0 for a sole one."""
         table = self._table
-        self._foreign.discard(rank)
+        if self.foreign:
+            self.foreign.discard(rank)
         if not (table.reported_running[rank] or table.reported_waiting[rank]):
             return
         self._counters.clamped[rank] += 1
         if self._gateways == 1:
-            table.reported_running[rank] = 0
-            table.reported_waiting[rank] = 0
-        else:
-            self._remove_own(rank)
-            # The others' share is theirs to confirm, as any foreign load.
-            if table.reported_running[rank] or table.reported_waiting[rank]:
-                self._foreign.add(rank)
+            self._own_at_receipt[rank] = 0
+            table.reported_running[rank] = table.reported_waiting[rank] = 0
+            table.running[rank] = table.waiting[rank] = table.foreign[rank] = 0
+            return
+        self._remove_own(rank)
+        # The others' share is theirs to confirm, as any foreign load.
+        if table.reported_running[rank] or table.reported_waiting[rank]:
+            self.foreign.add(rank)
         self._own_at_receipt[rank] = 0
         self._normalise(rank)
 
     def unsent(self, rank: int) -> None:
         """The set emptied because a request never left: the report stands, but not for ever."""
         if self._table.reported_running[rank] or self._table.reported_waiting[rank]:
-            self._foreign.add(rank)
+            self.foreign.add(rank)
 
     def expire(self, now: float) -> None:
         """Forget foreign load that no fresh report confirmed: an idle engine is silent."""
+        if not self.foreign:
+            return
         table = self._table
-        for rank in tuple(self._foreign):
+        for rank in tuple(self.foreign):
             at = table.snapshot_at[rank]
             if at is None or now - at > self._settings.foreign_ttl_s:
-                self._foreign.discard(rank)
+                self.foreign.discard(rank)
                 self._counters.foreign_expired += 1
                 table.reported_running[rank] = 0
                 table.reported_waiting[rank] = 0

@@ -66,6 +66,7 @@ class Argmin:
         # Different whole numbers up to 1/relative are further apart than the tolerance: ties are equal then.
         is_exact = cost.formula.expression.is_integer and self._absolute < 1
         self._exact_below = (1 / self._relative if self._relative > 0 else inf) if is_exact else 0.0
+        self._is_simple = self._is_random and not self._is_maximised
 
     def pick(self, request: RequestValues, eligible: list[int] | None) -> Pick:
         """Evaluate every rank and take the best."""
@@ -74,6 +75,14 @@ class Argmin:
         # Spelled out: a call with * leaves the interpreter's fast path.
         now, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority, prefill_ms = request
         costs = self._direct(now, prompt_tokens, cached_tokens, new_tokens, max_tokens, priority, prefill_ms)
+        if eligible is None and self._is_simple:
+            best = min(costs)
+            if -self._exact_below < best < self._exact_below:
+                count = costs.count(best)
+                if count == 1:
+                    return (costs.index(best), 1, costs)
+                if count == len(costs):
+                    return (int(self._state.rng() * count), count, costs)
         return self.best(costs, eligible)
 
     def pick_among(
@@ -84,7 +93,7 @@ class Argmin:
 
     def best(self, costs: list[float], eligible: list[int] | None) -> Pick:
         """The best of `eligible` by costs that are already computed."""
-        keys = costs if eligible is None else [costs[rank] for rank in eligible]
+        keys = costs if eligible is None else list(map(costs.__getitem__, eligible))
         if self._is_maximised:
             keys = [-key for key in keys]
         best = min(keys)

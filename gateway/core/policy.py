@@ -70,6 +70,7 @@ class Policy:
             cost = CostFunction(formula, table, gateways=gateways, coupled=coupled, is_maximised=is_maximised)
         self._picker = make_picker(resolved, cost, table, self._state)
         self._eligibility = Eligibility(filters, table)
+        self.is_everyone = self._eligibility.is_everyone
         self._copy_columns = formula.copy_columns if formula is not None else lambda _: ()
         self._faults_before = self.non_finite_costs
         self.resolved, self._cost = resolved, cost
@@ -88,7 +89,6 @@ class Policy:
     def decide(
         self,
         now: float,
-        *,
         prompt_tokens: int,
         max_tokens: int,
         priority: int = 0,
@@ -101,7 +101,7 @@ class Policy:
         new = prompt_tokens - cached_tokens
         request = (now, prompt_tokens, cached_tokens, new if new > 0 else 1, max_tokens, priority, prefill_ms)
         table = self._table
-        if pinned_rank is None and self._eligibility.is_everyone(prompt_tokens, max_tokens):
+        if pinned_rank is None and self.is_everyone(prompt_tokens, max_tokens):
             rank, ties, costs = self._picker.pick(request, None)
             return Decision(
                 self.resolved,

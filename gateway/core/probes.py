@@ -27,20 +27,21 @@ class Probes:
         self._table = table
         self._counters = counters
         self._sent = 0
-        self._out: list[str | None] = [None] * table.size
+        self.out: list[str | None] = [None] * table.size
+        """The wire id of the probe that a rank has not answered yet."""
         self._due_at = [0.0] * table.size
         self._wait_s = [FIRST_S] * table.size
 
     def resize(self) -> None:
         """Take as many ranks as the table has now."""
         size = self._table.size
-        resize(self._out, size, lambda: None)
+        resize(self.out, size, lambda: None)
         resize(self._due_at, size, float)
         resize(self._wait_s, size, lambda: FIRST_S)
 
     def is_out(self, rank: int) -> bool:
         """Whether the rank owes an answer."""
-        return self._out[rank] is not None
+        return self.out[rank] is not None
 
     def is_due(self, rank: int, now: float) -> bool:
         """Whether it is time to ask the rank again."""
@@ -49,12 +50,12 @@ class Probes:
     def ask(self, rank: int, now: float, effects: list[Effect]) -> None:
         """Send the rank a probe."""
         incarnation = self._table.incarnation[rank]
-        last = self._out[rank]
+        last = self.out[rank]
         if last is not None:
             effects.append(AbortOnRank(rank, incarnation, (last,)))
         self._sent += 1
         self._counters.probes[rank] += 1
-        wire_id = self._out[rank] = f"{self._prefix}{rank}-{self._sent}"
+        wire_id = self.out[rank] = f"{self._prefix}{rank}-{self._sent}"
         self._due_at[rank] = now + self._wait_s[rank]
         self._wait_s[rank] = min(2 * self._wait_s[rank], MAX_S)
         request = EngineRequest(
@@ -64,5 +65,5 @@ class Probes:
 
     def settled(self, rank: int) -> None:
         """The rank was heard, or can't be reached any more."""
-        self._out[rank] = None
+        self.out[rank] = None
         self._wait_s[rank] = FIRST_S

@@ -187,12 +187,12 @@ class RankTable:
             self.free_kv_tokens[rank] = free
             if free < self.kv_floor_tokens:
                 self.kv_floor_tokens = free
-        is_open = self.state[rank] is _READY and not self.is_blocked[rank] and in_flight < self.max_in_flight[rank]
+        is_open = in_flight < self.max_in_flight[rank] and self.state[rank] is _READY and not self.is_blocked[rank]
         if is_open is not self.is_open[rank]:
             self.is_open[rank] = is_open
             self.open_count += 1 if is_open else -1
         limit = self.max_kv_usage
-        is_over = limit is not None and in_flight > 0 and usage > limit
+        is_over = limit is not None and usage > limit and in_flight > 0
         if is_over is not self.is_over_kv[rank]:
             self.is_over_kv[rank] = is_over
             self.over_kv_count += 1 if is_over else -1

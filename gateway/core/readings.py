@@ -1,5 +1,6 @@
 """What may be read of a router, at any time and without effect."""
 
+from collections.abc import Callable
 from math import nan
 
 from gateway.config.schema import Config
@@ -26,6 +27,12 @@ class Readings:
     counters: Counters
     predictor: Predictor
     is_draining: bool
+    dirty: list[Sequence | Request]
+    """What the edge has to send, in order; always the same list."""
+    take_dirty: Callable[[], list[Sequence | Request]]
+    """Sequences with something to flush and requests that have ended, in the order in which they must leave."""
+    next_due: Callable[[], float | None]
+    """When the core wants a `Tick` before the usual one, if it does."""
     _parts: Parts
     _arrivals: Arrivals
     _reconfiguration: Reconfiguration
@@ -66,11 +73,6 @@ class Readings:
         return self._parts.answers.cache
 
     @property
-    def dirty(self) -> list[Sequence | Request]:
-        """What the edge has to send, in order."""
-        return self._parts.answers.dirty
-
-    @property
     def layout(self) -> Config:
         """The configuration in force, with the ranks that it leaves out and that have not gone yet."""
         return self._reconfiguration.layout
@@ -99,14 +101,6 @@ class Readings:
     def find(self, client_key: str, request_id: str) -> Request | None:
         """The live request with this client id."""
         return self._parts.registry.find(client_key, request_id)
-
-    def take_dirty(self) -> list[Sequence | Request]:
-        """Sequences with something to flush and requests that have ended, in the order in which they must leave."""
-        return self._parts.answers.take_dirty()
-
-    def next_due(self) -> float | None:
-        """When the core wants a `Tick` before the usual one, if it does."""
-        return self._parts.dispatcher.next_due() if self._parts.dispatcher is not None else None
 
     def explain(self, arrived: RequestArrived, now: float) -> Decision:
         """Decide without charging, recording or advancing anything. Raises on an invalid request."""

@@ -1,7 +1,9 @@
 """Who is live: requests by handle and by client id, ids that were used lately, and when each request's time is over."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from heapq import heappush
+from itertools import count
 
 from gateway.config.schema import Config
 from gateway.core.deadlines import Deadlines
@@ -21,7 +23,8 @@ class Registry:
         self._by_client: dict[tuple[str, str], Request] = {}
         self._tombstones: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._deadlines = Deadlines()
-        self._next_handle = 1
+        self.new_handle: Callable[[], int] = count(1).__next__
+        """A number that no request of this process had."""
 
     def configure(self, config: Config) -> None:
         """Go by these limits."""
@@ -49,6 +52,8 @@ class Registry:
     def check_id(self, arrived: RequestArrived, now: float) -> None:
         """Raise `DUPLICATE_REQUEST_ID` when the id is taken."""
         key = (arrived.client_key, arrived.request_id)
+        if key not in self._by_client and not self._tombstones:
+            return
         if key in self._by_client:
             text = f"a live request already has the id {arrived.request_id!r}"
         elif self._tombstones.get(key, now) > now:
@@ -57,27 +62,20 @@ class Registry:
             return
         raise GatewayError(Reason.DUPLICATE_REQUEST_ID, text, request_id=arrived.request_id)
 
-    def new_handle(self) -> int:
-        """A number that no request of this process had."""
-        handle = self._next_handle
-        self._next_handle += 1
-        return handle
-
     def add(self, request: Request) -> None:
         """Watch an accepted request until `remove`."""
         arrived = request.arrived
         self._requests[request.handle] = request
         self._by_client[arrived.client_key, arrived.request_id] = request
         if arrived.deadline_at is not None:
-            self._deadlines.add(arrived.deadline_at, request.handle)
+            heappush(self._deadlines.heap, (arrived.deadline_at, request.handle))
 
     def remove(self, request: Request, now: float) -> None:
         """The request has ended."""
         arrived = request.arrived
         key = (arrived.client_key, arrived.request_id)
         # Who was told to retry must be let in again, with the same id.
-        is_to_be_retried = request.error is not None and request.error.retryable
-        if self._reuse_after_s is not None and not is_to_be_retried:
+        if self._reuse_after_s is not None and (request.error is None or not request.error.retryable):
             # Before the live entry goes: no moment at which neither knows the id. An old one loses its place.
             self._tombstones.pop(key, None)
             self._tombstones[key] = now + self._reuse_after_s

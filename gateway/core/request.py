@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gateway.core.ordering import Place
     from gateway.core.tenants import Account
 
-_PACK_AT_TOKENS = 128
+PACK_AT_TOKENS = 128
 BYTES_PER_TOKEN = 4
 _ACCEPTED, _SETTLED, _ENDED = Phase.ACCEPTED, Phase.SETTLED, Phase.ENDED
 
@@ -145,14 +145,13 @@ class Sequence:
 
     `entry` is set while it waits in the queue. `held_bytes` of the outbox waited for their turn, not for the reader.
     `record` keeps all tokens of a sequence whose answer may be cached or that another rank may have to go on with.
-    `unsent` of its `attempts` never left the gateway.
+    `unsent` of its `attempts` never left the gateway. `pending` is the outbox's youngest part, as it came.
     `queue_number` is its place among equals in the queue, once it had one. `sent_at` is when its first rank was picked.
     """
 
     __slots__ = (
         "_logprobs",
         "_packed",
-        "_pending",
         "attempt",
         "attempts",
         "cached_tokens",
@@ -162,6 +161,7 @@ class Sequence:
         "held_bytes",
         "index",
         "is_dirty",
+        "pending",
         "queue_number",
         "record",
         "request",
@@ -184,13 +184,13 @@ class Sequence:
         self.record: Record | None = None
         self.queue_number: int | None = None
         self.sent_at: float | None = None
-        self._pending: list[int] = []
+        self.pending: list[int] = []
         self._packed: array[int] | None = None
         self._logprobs: list[TokenLogprob] | None = None
 
     def append(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None) -> bool:
         """Add new tokens. True when the backlog was long enough to be packed to four bytes a token."""
-        pending = self._pending
+        pending = self.pending
         pending.extend(token_ids)
         self.completion_tokens += len(token_ids)
         if logprobs is not None:
@@ -199,29 +199,30 @@ class Sequence:
             self._logprobs.extend(logprobs)
         if self.record is not None and not self.record.extend(token_ids, logprobs):
             self.record = None
-        if len(pending) < _PACK_AT_TOKENS:
-            return False
-        if self._packed is None:
-            self._packed = array("I")
-        self._packed.extend(pending)
-        pending.clear()
-        return True
+        is_long = len(pending) >= PACK_AT_TOKENS
+        if is_long:
+            self.pack()
+        return is_long
+
+    def pack(self) -> None:
+        """Keep the backlog at four bytes a token from now on."""
+        self._packed = self._packed or array("I")
+        self._packed.extend(self.pending)
+        self.pending.clear()
 
     @property
     def backlog_bytes(self) -> int:
         """Bytes that wait in the outbox (logprobs count 64 bytes a token and 16 per alternative)."""
-        total = BYTES_PER_TOKEN * (len(self._pending) + (len(self._packed) if self._packed is not None else 0))
-        if self._logprobs is not None:
-            total += logprob_bytes(self._logprobs)
-        return total
+        total = BYTES_PER_TOKEN * (len(self.pending) + (len(self._packed) if self._packed is not None else 0))
+        return total if self._logprobs is None else total + logprob_bytes(self._logprobs)
 
     def take(self) -> tuple[Seq[int], list[TokenLogprob] | None]:
         """Everything pending, and an empty outbox. Clears the dirty mark."""
         self.is_dirty = False
         self.held_bytes = 0
+        tokens: Seq[int] = self.pending
+        self.pending = []
         logprobs, self._logprobs = self._logprobs, None
-        tokens: Seq[int] = self._pending
-        self._pending = []
         if self._packed is not None:
             self._packed.extend(tokens)
             tokens, self._packed = self._packed, None

@@ -9,7 +9,7 @@ Rules of this module:
 """
 
 from collections.abc import Callable
-from typing import assert_never
+from typing import Any
 
 from gateway.config.schema import Config
 from gateway.core.acceptance import Acceptance
@@ -63,8 +63,14 @@ from gateway.core.refusals import (
 from gateway.core.request import Attempt
 from gateway.core.strays import Strays
 from gateway.core.waves import Waves
+from gateway.types import FinishReason
 
 _READY, _ENGINE = RankState.READY, Evidence.ENGINE
+_COMPLETE = ("stop", "length")
+
+
+def _never() -> None:
+    """Without a queue nothing is ever due."""
 
 
 class Router(Readings):
@@ -75,6 +81,8 @@ class Router(Readings):
         self.ranks, self.counters, self.predictor = parts.ranks, parts.counters, parts.predictor
         self.is_draining = False
         self._load, self._answers, self._registry = parts.load, parts.answers, parts.registry
+        self.dirty, self.take_dirty = parts.answers.dirty, parts.answers.take_dirty
+        self.next_due = parts.dispatcher.next_due if parts.dispatcher is not None else _never
         self._admission, self._attempts, self._dispatcher = parts.admission, parts.attempts, parts.dispatcher
         self._arrivals = Arrivals(config, parts)
         self._acceptance = Acceptance(config, parts, self._arrivals)
@@ -85,12 +93,11 @@ class Router(Readings):
         self._strays = Strays(nonce, config.load.abort_settle_s)
         self._intake = BatchIntake(
             self.ranks,
-            self._attempts.ledger,
+            self._attempts,
             self._load,
             self._strays,
             self.counters,
             config.limits.max_stream_buffer_bytes,
-            self._attempts.started,
         )
         self._moves = Moves(self.ranks)
         self._health = Health(config, nonce, self.ranks, self._moves, self.counters)
@@ -101,47 +108,44 @@ class Router(Readings):
         others += [self._intake, self._audit, self._health, self._waves]
         others += [self._dispatcher] if self._dispatcher is not None else []
         self._reconfiguration = Reconfiguration(config, parts, self._fleet, others)
+        self._handlers = self._by_event()
 
     # ---- the one mutator ---------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Apply one event. Never raises for anything that a client or a rank can cause."""
         effects: list[Effect] = []
-        match event:
-            case BatchReceived():
-                self._on_batch(event, now, effects)
-            case RequestArrived():
-                self._on_arrived(event, now, effects)
-            case RequestCancelled():
-                self._on_cancelled(event, now, effects)
-            case Tick():
-                self._on_tick(now, effects)
-            case LoadReported() | WaveReported():
-                self._on_report(event, now, effects)
-            case RankJoined() | RankUndrained():
-                self._fleet.handle(event, now, effects)
-                self._reconfiguration.step(now, effects)  # a rank that is left out gets no work in between
-            case (
-                RankLost()
-                | RankHeard()
-                | RankRenewed()
-                | RankDrained()
-                | SendFailed()
-                | SendBlocked()
-                | SendUnblocked()
-            ):
-                self._fleet.handle(event, now, effects)
-            case DrainStarted() | AbortAll():
-                self._on_drain(event, now, effects)
-            case Reconfigured(config):
-                self._reconfiguration.apply(config, self._registry, now, effects)
-            case _:
-                assert_never(event)
-        if self._pump is not None:
+        handler = self._handlers.get(type(event))
+        assert handler is not None, event
+        handler(event, now, effects)
+        if self._dispatcher is not None and self._pump is not None and self._dispatcher.queue.size:
             self._pump.run(now, effects)
-        if not self._waves.is_empty:
+        if self._waves.count:
             self._waves.follow(event, effects)
         return effects
+
+    def _by_event(self) -> dict[type[Event], Callable[[Any, float, list[Effect]], None]]:
+        """What applies each kind of event: one look-up, however many kinds there are."""
+        return {
+            BatchReceived: self._on_batch,
+            RequestArrived: self._on_arrived,
+            RequestCancelled: self._on_cancelled,
+            Tick: self._on_tick,
+            LoadReported: self._on_report,
+            WaveReported: self._on_report,
+            RankJoined: self._on_return,
+            RankUndrained: self._on_return,
+            RankLost: self._fleet.handle,
+            RankHeard: self._fleet.handle,
+            RankRenewed: self._fleet.handle,
+            RankDrained: self._fleet.handle,
+            SendFailed: self._fleet.handle,
+            SendBlocked: self._fleet.handle,
+            SendUnblocked: self._fleet.handle,
+            DrainStarted: self._on_drain,
+            AbortAll: self._on_drain,
+            Reconfigured: self._on_reconfigured,
+        }
 
     def flush_cache(self) -> tuple[int, int]:
         """Forget every stored answer. Returns how many they were and their bytes."""
@@ -162,14 +166,16 @@ class Router(Readings):
             effects.append(RequestRefused(error.with_traceback(None)))
             return
         effects.append(RequestAccepted(request))
-        if plan.answer is not None:
+        if plan is not None and plan.answer is not None:
             request.first_token_at = now
             self._endings.settle(request, None, Evidence.GATEWAY, now, effects)
-        elif plan.is_shared:
+        elif plan is not None and plan.is_shared:
             if self._pump is not None:
                 self._pump.watch(request)
         elif self._dispatcher is None:
-            self._attempts.dispatch_all(request, effects)
+            for sequence in request.sequences:
+                if sequence.attempt is not None:
+                    self._attempts.dispatch(sequence.attempt, effects)
         else:
             self._acceptance.enqueue(request, self._dispatcher, now)
 
@@ -189,7 +195,10 @@ class Router(Readings):
             for request in sorted(self._registry, key=lambda request: request.phase is not Phase.ACCEPTED):
                 self._endings.cut_short(request, event.reason, now, effects)
 
-    def _on_tick(self, now: float, effects: list[Effect]) -> None:
+    def _on_reconfigured(self, event: Reconfigured, now: float, effects: list[Effect]) -> None:
+        self._reconfiguration.apply(event.config, self._registry, now, effects)
+
+    def _on_tick(self, _: Tick, now: float, effects: list[Effect]) -> None:
         self._load.expire(now)
         for request, reason in self._registry.expire(now):
             self._endings.expire(request, reason, now, effects)
@@ -203,14 +212,23 @@ class Router(Readings):
 
     # ---- ranks -------------------------------------------------------------------------------
 
+    def _on_return(self, event: RankJoined | RankUndrained, now: float, effects: list[Effect]) -> None:
+        self._fleet.handle(event, now, effects)
+        self._reconfiguration.step(now, effects)  # a rank that is left out gets no work in between
+
     def _on_batch(self, event: BatchReceived, now: float, effects: list[Effect]) -> None:
-        rank = event.rank
-        if not self._fleet.is_current(rank, event.incarnation):
+        rank, batch = event.rank, event.batch
+        ranks = self.ranks
+        # Most batches are of a READY rank's incarnation.
+        is_usual = rank < ranks.size and ranks.incarnation[rank] == event.incarnation and ranks.state[rank] is _READY
+        if not is_usual and not self._fleet.is_current(rank, event.incarnation):
             return
-        self._health.heard(rank, event.batch.ids, now, effects)
-        result = self._intake.apply(rank, event.batch, now, self._answers.touched)
+        self._health.heard(rank, batch.ids, now, effects)
+        result = self._intake.apply(rank, batch, now, self._answers.touched)
         if not self._answers.is_plain:
             self._answers.let_out()
+        if result is None:
+            return
         for attempt, finish in result.finished:
             self._finish(attempt, finish, now, effects)
         for attempt, error in result.failed:
@@ -232,18 +250,18 @@ class Router(Readings):
         else:
             self._waves.reported(event, effects)
 
-    def _finish(self, attempt: Attempt, finish: str, now: float, effects: list[Effect]) -> None:
+    def _finish(self, attempt: Attempt, finish: FinishReason, now: float, effects: list[Effect]) -> None:
         """The engine ended an attempt: stop and length are success, anything else is not."""
-        sequence = attempt.sequence
-        request = sequence.request
         if attempt.released:
             return
+        rank, sequence, table = attempt.rank, attempt.sequence, self.ranks
         self._attempts.release(attempt, _ENGINE, now)
-        if finish == "error":
-            self._health.failed(attempt.rank, "engine error", now, effects, request.handle)
-        if finish not in ("stop", "length"):
-            self._endings.settle(request, refused_by_engine(attempt, finish), Evidence.GATEWAY, now, effects)
+        if finish not in _COMPLETE:
+            if finish == "error":
+                self._health.failed(rank, "engine error", now, effects, sequence.request.handle)
+            self._endings.settle(sequence.request, refused_by_engine(attempt, finish), Evidence.GATEWAY, now, effects)
             return
-        self._health.succeeded(attempt.rank)
-        self.ranks.observe_finished(attempt.rank, attempt.tokens_out)
-        self._endings.finished(sequence, "stop" if finish == "stop" else "length", _ENGINE, now, effects)
+        if table.failures[rank]:
+            self._health.succeeded(rank)
+        table.observe_finished(rank, attempt.tokens_out)
+        self._endings.finished(sequence, finish, _ENGINE, now, effects)

@@ -30,7 +30,7 @@ class Silence:
 
     def __init__(self, table: RankTable, settings: Settings | None) -> None:
         self._table = table
-        self._most_queued = [0] * table.size
+        self.most_queued = [0] * table.size
         self._last_step_at: float | None = None
         self.configure(settings)
 
@@ -39,7 +39,7 @@ class Silence:
         self._after_s = settings.after_s if settings is not None else inf
         self._tokens_per_s = settings.prefill_tokens_per_s if settings is not None else 1
         self._max_step_s = min(MAX_STEP_S, self._after_s / _STEPS)
-        resize(self._most_queued, self._table.size, int)
+        resize(self.most_queued, self._table.size, int)
 
     def heard(self, rank: int) -> bool:
         """The rank sent something. False if that is no sign of life."""
@@ -61,7 +61,7 @@ class Silence:
     def begin(self, rank: int) -> None:
         """The rank's clock begins anew."""
         self._table.silent_s[rank] = 0.0
-        self._most_queued[rank] = 0
+        self.most_queued[rank] = 0
 
     def step(self, now: float) -> tuple[list[int], list[int]]:
         """Let time pass. Returns the ranks that are silent for half of their time, and those for all of it."""
@@ -71,7 +71,7 @@ class Silence:
         if last is None or self._after_s == inf:
             return overdue, over
         elapsed_s = min(now - last, self._max_step_s)
-        table, most_queued = self._table, self._most_queued
+        table, most_queued = self._table, self.most_queued
         silent_s, queued_tokens, half_s = table.silent_s, table.queued_tokens, self._after_s / 2
         for rank, in_flight in enumerate(table.in_flight):
             if not in_flight and not self._owes_a_sign(rank):
@@ -98,4 +98,4 @@ class Silence:
 
     def allowance_s(self, rank: int) -> float:
         """Time that the prompts without a token may take."""
-        return self._most_queued[rank] / self._tokens_per_s
+        return self.most_queued[rank] / self._tokens_per_s

@@ -14,6 +14,7 @@ from gateway.types import FAMILIES, Protocol, Sampling
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _MAX_PENALTY = 2.0
+MAX_KNOWN_SAMPLINGS = 256
 _PENALTIES = f"[{-_MAX_PENALTY:g}, {_MAX_PENALTY:g}]"
 
 
@@ -41,6 +42,10 @@ class Validator:
         self._protocol = protocol
         self._family = FAMILIES[protocol]
         self._ranks = ranks
+        self._max_context_tokens = model.max_context_tokens
+        self._max_id_bytes = limits.max_request_id_bytes
+        self._valid: dict[int, Sampling] = {}
+        """Parameters that have passed, by their identity: callers that ask for the same share the object."""
 
     def check(self, arrived: RequestArrived) -> None:
         """Raise the first problem as a `GatewayError`; return silently when the request may go on."""
@@ -48,11 +53,34 @@ class Validator:
         self.check_tokens(arrived)
 
     def check_shape(self, arrived: RequestArrived) -> None:
-        """The part of `check` that costs the same for every prompt."""
+        """The part of `check` that costs the same for every prompt.
+
+        What most requests look like is let through by a few comparisons; everything else is looked at rule by rule.
+        """
+        sampling, request_id = arrived.sampling, arrived.request_id
+        prompt_tokens = len(arrived.prompt_token_ids)
+        if (
+            self._valid.get(id(sampling)) is sampling
+            and 0 < prompt_tokens <= self._max_context_tokens - sampling.max_tokens
+            and arrived.n == 1
+            and arrived.priority == 0
+            and arrived.pinned_rank is None
+            and arrived.model is None
+            and len(request_id) <= self._max_id_bytes
+            and request_id.isascii()
+        ):
+            return
         self._check_identity(arrived)
         self._check_lengths(arrived)
-        self._check_numbers(arrived.sampling)
-        self._check_stops(arrived.sampling)
+        self._check_numbers(sampling)
+        self._check_stops(sampling)
+        self._remember(sampling)
+
+    def _remember(self, sampling: Sampling) -> None:
+        """Nothing of them can change, and an object that is kept here shares its identity with no other."""
+        if len(self._valid) >= MAX_KNOWN_SAMPLINGS:
+            self._valid.clear()
+        self._valid[id(sampling)] = sampling
 
     def check_tokens(self, arrived: RequestArrived) -> None:
         """The part of `check` that looks at every prompt token."""

@@ -41,11 +41,8 @@ class Waves:
         groups = [number for number, group in enumerate(config.groups) if group.has_waves]
         self._wave = {number: self._wave.get(number, 0) for number in groups}
         self._is_running = {number: self._is_running.get(number, False) for number in groups}
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no such group: then nothing has to be looked at."""
-        return not self._wave
+        self.count = len(groups)
+        """How many such groups there are; without any, nothing has to be looked at."""
 
     def follow(self, event: Event, effects: list[Effect]) -> None:
         """Add what the waves need to what came of an event."""

@@ -113,7 +113,16 @@ class Driver:
             self._waiting.append(event)
             return
         now = self.clock()
-        self._run_all(self.router.handle(event, now), now)
+        effects = self.router.handle(event, now)
+        if effects:
+            self._run_all(effects)
+            if self._waiting:
+                now = self._run_waiting()
+        if self.router.dirty and not self._is_flush_scheduled:
+            self._schedule_flush()
+        due_at = self.router.next_due()
+        if due_at is not None:
+            self._schedule_tick(due_at, now)
 
     def submit(self, arrived: RequestArrived) -> Request:
         """Admit a request. Raises `GatewayError` when it is refused; nothing is held then.
@@ -126,8 +135,17 @@ class Driver:
         effects = self.router.handle(arrived, now)
         first = effects[0]
         # A refusal too can come with effects for others: any event may let queued requests go.
-        self._run_all(effects[1:], now)
-        if isinstance(first, RequestRefused):
+        if len(effects) > 1:
+            del effects[0]
+            self._run_all(effects)
+            if self._waiting:
+                now = self._run_waiting()
+        if self.router.dirty and not self._is_flush_scheduled:
+            self._schedule_flush()
+        due_at = self.router.next_due()
+        if due_at is not None:
+            self._schedule_tick(due_at, now)
+        if type(first) is RequestRefused:
             try:
                 raise first.error
             finally:
@@ -153,36 +171,33 @@ class Driver:
         except Exception as error:  # noqa: BLE001 - without ticks no deadline would ever pass again
             self._on_defect("tick", error)
 
-    def _run_all(self, effects: list[Effect], now: float) -> None:
+    def _run_all(self, effects: list[Effect]) -> None:
+        """One effect's defect must not swallow the others: each may belong to another request."""
         self._is_running = True
         try:
-            self._run_each(effects)
-            while self._waiting:
-                now = self.clock()
-                self._run_each(self.router.handle(self._waiting.popleft(), now))
+            for effect in effects:
+                try:
+                    if isinstance(effect, Dispatch):
+                        assert self.link is not None
+                        self.link.send(effect.rank, effect.incarnation, effect.request)
+                    elif not isinstance(effect, RequestEnded):  # whose end the core has put among its output
+                        self._run(effect)
+                except Exception as error:  # noqa: BLE001 - reported, and the request it belongs to has its deadline
+                    self._on_defect(type(effect).__name__, error)
         finally:
             self._is_running = False
-        if self.router.dirty and not self._is_flush_scheduled:
-            self._is_flush_scheduled = True
-            self._running_loop().call_soon(self._flush)
-        due_at = self.router.next_due()
-        # What is due by now has just had its chance.
-        if due_at is not None and due_at > now:
-            self._schedule_tick(due_at, now)
 
-    def _run_each(self, effects: list[Effect]) -> None:
-        """One effect's defect must not swallow the others: each may belong to another request."""
-        for effect in effects:
-            try:
-                self._run(effect)
-            except Exception as error:  # noqa: BLE001 - reported, and the request it belongs to has its deadline
-                self._on_defect(type(effect).__name__, error)
+    def _run_waiting(self) -> float:
+        """Feed what was emitted while effects ran. Returns the time of the last event."""
+        while True:
+            now = self.clock()
+            self._run_all(self.router.handle(self._waiting.popleft(), now))
+            if not self._waiting:
+                return now
 
     def _run(self, effect: Effect) -> None:
+        """The rarer kinds."""
         match effect:
-            case Dispatch(rank, incarnation, request):
-                assert self.link is not None
-                self.link.send(rank, incarnation, request)
             case ProbeRank(rank, incarnation, request):
                 assert self.link is not None
                 self.link.send(rank, incarnation, request)
@@ -198,14 +213,16 @@ class Driver:
             case RankRemoved(rank):
                 assert self.link is not None
                 self.link.remove(rank)
-            case RequestEnded():
-                pass  # the core has listed the request among its output, where its end belongs
             case RankStateChanged():
                 self._on_rank_change(effect)
             case AuditFound():
                 self._on_audit(effect)
             case RequestAccepted() | RequestRefused():
                 raise AssertionError("admission effects belong to submit()")
+
+    def _schedule_flush(self) -> None:
+        self._is_flush_scheduled = True
+        self._running_loop().call_soon(self._flush)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -214,6 +231,8 @@ class Driver:
 
     def _schedule_tick(self, due_at: float, now: float) -> None:
         """Tick at a moment that the core named: a batch's window can end long before the next regular tick."""
+        if due_at <= now:
+            return  # it has just had its chance
         if self._early_tick is not None:
             if self._early_tick_at <= due_at:
                 return  # the core names the next moment then
@@ -236,11 +255,11 @@ class Driver:
                     self._on_defect("flush", error)
                     self.cancel(item.request, Reason.INTERNAL)
             else:
-                self._tell_end(item)
-
-    def _tell_end(self, request: Request) -> None:
-        for tell in (self._on_ended, request.sink.end):
-            try:
-                tell(request)
-            except Exception as error:  # noqa: BLE001 - as above; the handler must still learn of the end
-                self._on_defect("end", error)
+                try:
+                    self._on_ended(item)
+                except Exception as error:  # noqa: BLE001 - as above; the handler must still learn of the end
+                    self._on_defect("end", error)
+                try:
+                    item.sink.end(item)
+                except Exception as error:  # noqa: BLE001 - as above
+                    self._on_defect("end", error)
