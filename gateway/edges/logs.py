@@ -2,27 +2,32 @@
 
 Lines are written with one processor that adds time and level and encodes with msgspec (about 3 µs); the
 console renderer and what it imports are loaded only when asked for. Prompts and generated tokens are
-never logged. A log stream that cannot be written to (closed, full disk, broken pipe) costs its
-lines, never a request: losses are counted in `LineLogger.lost`.
+never logged. `gateway.edges.log_outlet` has the stream.
+
+Terminal lines are most of all lines. As JSON they don't go through structlog: they are encoded in one step, and those of
+one loop turn leave in one write. A line of any other kind leaves at once, behind them.
 """
 
+import atexit
+import io
 import logging
-import os
-import select
-import stat
 import sys
 from datetime import UTC, datetime
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, Literal
 
 import msgspec
 import structlog
+from msgspec import UNSET, UnsetType
 from structlog.processors import format_exc_info
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from gateway.config.values import LogFormat, LogLevel
 from gateway.core.errors import Reason
 from gateway.core.request import Attempt, Request
+from gateway.edges.log_outlet import LineLogger, Outlet
 from gateway.edges.waiting import queue_ms
+
+__all__ = ["LineLogger", "Outlet", "configure", "terminal_line"]
 
 _FAULTS = frozenset(
     {
@@ -37,78 +42,6 @@ _FAULTS = frozenset(
     }
 )
 """Ends that an operator should look at; they are logged as warnings."""
-
-
-class Outlet:
-    """Writes lines to a stream without ever waiting for its reader: the event loop would wait with it.
-
-    A pipe that is ready takes `PIPE_BUF` bytes without blocking, so a line goes out in such pieces, each after
-    a look. Files and terminals are written to as they are.
-    """
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._ready = _readiness(stream)
-        self._is_cut = False
-
-    def write(self, line: bytes) -> bool:
-        """Write a line with its newline; False when the stream can't take (all of) it now."""
-        if self._ready is None:
-            self._put(line)
-            return True
-        if self._is_cut:
-            line = b"\n" + line
-        for start in range(0, len(line), select.PIPE_BUF):
-            if not self._ready.poll(0):
-                self._is_cut = self._is_cut or start > 0
-                return False
-            self._put(line[start : start + select.PIPE_BUF])
-        self._is_cut = False
-        return True
-
-    def _put(self, data: bytes) -> None:
-        self._stream.write(data)
-        self._stream.flush()
-
-
-def _readiness(stream: BinaryIO) -> "select.poll | None":
-    """A poll object for streams whose reader can make a writer wait; None for all others."""
-    try:
-        number = stream.fileno()
-        mode = os.fstat(number).st_mode
-    except (OSError, ValueError):  # not a system file, or closed
-        return None
-    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
-        return None
-    poll = select.poll()
-    poll.register(number, select.POLLOUT)
-    return poll
-
-
-class LineLogger:
-    """The innermost logger: writes one encoded line, and never raises or waits for the stream's sake."""
-
-    lost: ClassVar[int] = 0
-    """Lines that could not be written (whole) since start."""
-    threshold: ClassVar[int] = 0
-    """The least severe level that is written: loggers that were bound before it changed go by it too."""
-
-    __slots__ = ("_outlet", "name")
-
-    def __init__(self, outlet: Outlet, name: str = "") -> None:
-        self._outlet = outlet
-        self.name = name
-
-    def msg(self, line: bytes) -> None:
-        """Write `line` and a newline, and flush."""
-        try:
-            is_written = self._outlet.write(line + b"\n")
-        except (OSError, ValueError):  # ValueError: the stream was closed
-            is_written = False
-        if not is_written:
-            LineLogger.lost += 1
-
-    debug = info = warning = error = critical = msg
 
 
 class _ToStructlog(logging.Handler):
@@ -139,8 +72,12 @@ def configure(level: LogLevel, log_format: LogFormat, stream: BinaryIO | None = 
     target = sys.stderr.buffer if stream is None else stream
     renderer = _render_json if log_format == "json" else _console_renderer(target)
     outlet = Outlet(target)
+    _terminal.outlet.flush()
+    _terminal.outlet = outlet
+    _terminal.processors = [_drop_quiet, renderer]
+    _terminal.log = None
     structlog.configure(
-        processors=[_drop_quiet, renderer],
+        processors=_terminal.processors,
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *names: LineLogger(outlet, *names[:1]),
         # Not cached: a logger made before a second call would keep the first one's level.
@@ -155,6 +92,35 @@ def configure(level: LogLevel, log_format: LogFormat, stream: BinaryIO | None = 
     root.setLevel(max(logging.WARNING, LineLogger.threshold))
 
 
+class _TerminalLine(msgspec.Struct, kw_only=True):
+    """The fields of a terminal line in their order. What is unset is not there."""
+
+    timestamp: datetime | UnsetType = UNSET
+    level: Literal["info", "warning"]
+    event: str = "request_ended"
+    logger: str | UnsetType = UNSET
+    request_id: str
+    rpc: str
+    outcome: str
+    error: str | None
+    rank: int | None
+    incarnation: int | None
+    ranks: list[int] | None
+    pinned_rank: int | None
+    decision_id: int | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    n: int
+    queue_ms: float
+    ttft_ms: float | None
+    e2e_ms: float
+    attempts: int
+    tenant: str | UnsetType = UNSET
+    cached: bool | UnsetType = UNSET
+    batch: int | UnsetType = UNSET
+
+
 def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> None:
     """Log the end of an accepted request: called once each, with counts and times, never contents.
 
@@ -165,45 +131,122 @@ def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> No
     `batch` are there only where they say something.
     """
     error = request.error
-    started, first = request.accepted_at, request.first_token_at
-    ended = now if request.ended_at is None else request.ended_at
-    sequences = request.sequences
-    attempts = [sequence.attempt for sequence in sequences if sequence.attempt is not None]
-    write = log.warning if error is not None and error.reason in _FAULTS else log.info
+    is_fault = error is not None and error.reason in _FAULTS
+    if (logging.WARNING if is_fault else logging.INFO) < LineLogger.threshold:
+        return
+    line = _describe(request, now, "warning" if is_fault else "info")
+    if _terminal.write(log, line):
+        return
+    write = log.warning if is_fault else log.info
     write(
         "request_ended",
-        request_id=request.arrived.request_id,
+        **{name: value for name in _TERMINAL_FIELDS if (value := getattr(line, name)) is not UNSET},
+    )
+
+
+_TERMINAL_FIELDS = _TerminalLine.__struct_fields__[4:]
+
+
+def _describe(request: Request, now: float, level: Literal["info", "warning"]) -> _TerminalLine:
+    error, arrived, sequences = request.error, request.arrived, request.sequences
+    started, first, ended = request.accepted_at, request.first_token_at, request.ended_at
+    if ended is None:
+        ended = now
+    # One sequence is what nearly all requests have; `_add_up` corrects what follows for the others.
+    sequence = sequences[0]
+    attempt = sequence.attempt
+    sent_at = ended if sequence.sent_at is None else sequence.sent_at
+    line = _TerminalLine(
+        level=level,
+        request_id=arrived.request_id,
         rpc=getattr(request.sink, "rpc", "unknown"),
         outcome="ok" if error is None else error.reason.value,
         error=None if error is None else error.message,
         rank=request.last_rank,
-        incarnation=attempts[-1].incarnation if attempts else None,
-        ranks=[attempt.rank for attempt in attempts] if len(attempts) > 1 else None,
-        pinned_rank=request.arrived.pinned_rank,
+        incarnation=None if attempt is None else attempt.incarnation,
+        ranks=None,
+        pinned_rank=arrived.pinned_rank,
         decision_id=request.decision_id,
-        prompt_tokens=len(request.arrived.prompt_token_ids),
-        completion_tokens=sum(sequence.completion_tokens for sequence in sequences),
-        cached_tokens=max(sequence.cached_tokens for sequence in sequences),
-        n=len(sequences),
-        queue_ms=round(queue_ms(request), 3),
-        ttft_ms=None if first is None else round((first - started) * 1000, 3),
-        e2e_ms=round((ended - started) * 1000, 3),
-        attempts=sum(sequence.attempts for sequence in sequences),
-        **_where_known(request, attempts),
+        prompt_tokens=len(arrived.prompt_token_ids),
+        completion_tokens=sequence.completion_tokens,
+        cached_tokens=sequence.cached_tokens,
+        n=1,
+        # Whole microseconds; `round` takes four times as long.
+        queue_ms=int((sent_at - started) * 1e6 + 0.5) / 1e3,
+        ttft_ms=None if first is None else int((first - started) * 1e6 + 0.5) / 1e3,
+        e2e_ms=int((ended - started) * 1e6 + 0.5) / 1e3,
+        attempts=sequence.attempts,
     )
-
-
-def _where_known(request: Request, attempts: list[Attempt]) -> dict[str, object]:
-    """Fields of features that most requests don't use."""
-    fields: dict[str, object] = {}
-    if request.arrived.tenant:
-        fields["tenant"] = request.arrived.tenant
+    if len(sequences) > 1:
+        attempt = _add_up(line, request)
+    if arrived.tenant:
+        line.tenant = arrived.tenant
     if request.is_cached:
-        fields["cached"] = True
-    batch = attempts[-1].batch if attempts else None
-    if batch is not None:
-        fields["batch"] = batch.number
-    return fields
+        line.cached = True
+    if attempt is not None and attempt.batch is not None:
+        line.batch = attempt.batch.number
+    return line
+
+
+def _add_up(line: _TerminalLine, request: Request) -> Attempt | None:
+    """Make the line one of all sequences; return the last attempt."""
+    sequences = request.sequences
+    attempts = [sequence.attempt for sequence in sequences if sequence.attempt is not None]
+    line.n = len(sequences)
+    line.incarnation = attempts[-1].incarnation if attempts else None
+    line.ranks = [attempt.rank for attempt in attempts] if len(attempts) > 1 else None
+    line.completion_tokens = sum(sequence.completion_tokens for sequence in sequences)
+    line.cached_tokens = max(sequence.cached_tokens for sequence in sequences)
+    line.queue_ms = round(queue_ms(request), 3)
+    line.attempts = sum(sequence.attempts for sequence in sequences)
+    return attempts[-1] if attempts else None
+
+
+class _TerminalWriter:
+    """The short way of terminal lines to the stream, while it gives what the long one would."""
+
+    def __init__(self) -> None:
+        self.outlet = Outlet(io.BytesIO())
+        self.processors: list[Processor] = []
+        # The logger that `_name` belongs to; None until the next line.
+        self.log: FilteringBoundLogger | None = None
+        self._name: str | UnsetType | None = None
+
+    def write(self, log: FilteringBoundLogger, line: _TerminalLine) -> bool:
+        """Write a line of `log`; False if it must go the long way."""
+        # Who listens to the lines, as tests do, puts other processors into the list.
+        if not self.processors or self.processors[-1] is not _render_json or not structlog.is_configured():
+            return False
+        if log is not self.log:
+            self.log, self._name = log, _name_of(log)
+        if self._name is None:
+            return False
+        line.logger = self._name
+        line.timestamp = datetime.now(UTC)
+        try:
+            self.outlet.write_soon(_encode(line) + b"\n")
+        except (TypeError, ValueError):  # as in `_render_json`
+            return False
+        if line.level == "warning":
+            self.outlet.flush()
+        return True
+
+    def flush(self) -> None:
+        """Write what still waits: the process may end within a loop turn."""
+        self.outlet.flush()
+
+
+def _name_of(log: FilteringBoundLogger) -> str | UnsetType | None:
+    """A logger's name, UNSET without; None for one that has more to say, or that is none of ours."""
+    bound = log.bind()
+    inner = getattr(bound, "_logger", None)
+    if not isinstance(inner, LineLogger) or structlog.get_context(bound):
+        return None
+    return inner.name or UNSET
+
+
+_terminal = _TerminalWriter()
+atexit.register(_terminal.flush)
 
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode

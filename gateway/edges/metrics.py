@@ -28,8 +28,17 @@ from gateway.core.router import Router
 from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges.grpc_gate import CallGate
 from gateway.edges.grpc_status import CODES
-from gateway.edges.logs import LineLogger
-from gateway.edges.metrics_families import Histogram, Series, grow, make_family, make_histogram, per_rank, series_of
+from gateway.edges.log_outlet import LineLogger
+from gateway.edges.metrics_families import (
+    Book,
+    Histogram,
+    Series,
+    grow,
+    make_family,
+    make_histogram,
+    per_rank,
+    series_of,
+)
 from gateway.edges.metrics_reload import ReloadMetrics
 from gateway.edges.metrics_scheduling import SchedulingMetrics
 from gateway.edges.metrics_server import PageServer, serve_page
@@ -78,7 +87,7 @@ class Metrics(Collector):
         self._gate = CallGate(config) if gate is None else gate
         self._clock = clock
         size = router.ranks.size
-        self._ended: dict[tuple[str, str], int] = {}
+        self._books: dict[tuple[str, Reason | None], Book] = {}
         self._durations: dict[tuple[str, str], Histogram] = {}
         self._ttft = Histogram(TTFT_BOUNDS)
         self._itl = Histogram(ITL_BOUNDS)
@@ -105,25 +114,32 @@ class Metrics(Collector):
         """Count an accepted request; called once, when it has ended."""
         rpc = getattr(request.sink, "rpc", "unknown")
         error = request.error
-        code = "OK" if error is None else CODES[error.reason].name
-        self._ended[rpc, code] = self._ended.get((rpc, code), 0) + 1
-        outcome = "ok" if error is None else "cancelled" if error.reason in _GIVEN_UP else "error"
-        histogram = self._durations.get((rpc, outcome))
-        if histogram is None:
-            histogram = self._durations[rpc, outcome] = Histogram(DURATION_BOUNDS)
+        reason = None if error is None else error.reason
+        book = self._books.get((rpc, reason)) or self._open_book(rpc, reason)
+        book.count += 1
+        accepted_at, first_token_at = request.accepted_at, request.first_token_at
         ended_at = now if request.ended_at is None else request.ended_at
-        histogram.observe(ended_at - request.accepted_at)
+        book.durations.observe(ended_at - accepted_at)
         self._scheduling.observe_ended(request, ended_at)
-        if request.first_token_at is not None:
-            self._ttft.observe(request.first_token_at - request.accepted_at)
+        if first_token_at is not None:
+            self._ttft.observe(first_token_at - accepted_at)
         self._prompt_tokens += len(request.arrived.prompt_token_ids)
-        if not request.is_cached:
-            self._cached_tokens += max(sequence.cached_tokens for sequence in request.sequences)
+        cached_tokens = 0
         for sequence in request.sequences:
+            cached_tokens = max(cached_tokens, sequence.cached_tokens)
             attempt = sequence.attempt
             if attempt is not None and attempt.first_token_at is not None:
                 self._rank_ttft_count[attempt.rank] += 1
                 self._rank_ttft_sum[attempt.rank] += attempt.first_token_at - attempt.sent_at
+        if not request.is_cached:
+            self._cached_tokens += cached_tokens
+
+    def _open_book(self, rpc: str, reason: Reason | None) -> Book:
+        """Resolve the labels of requests that end so, once."""
+        outcome = "ok" if reason is None else "cancelled" if reason in _GIVEN_UP else "error"
+        durations = self._durations.setdefault((rpc, outcome), Histogram(DURATION_BOUNDS))
+        book = self._books[rpc, reason] = Book("OK" if reason is None else CODES[reason].name, durations)
+        return book
 
     def observe_batch(self, event: BatchReceived, now: float) -> None:
         """Note a batch's arrival, before the core sees it; costs the same for one row and for a thousand.
@@ -135,9 +151,9 @@ class Metrics(Collector):
         if not rows:
             return
         rank = event.rank
-        waited = min(rows, self._router.ranks.in_flight_decode[rank])
-        if waited:
-            self._itl.observe(now - self._last_batch_at[rank], waited)
+        decoding = self._router.ranks.in_flight_decode[rank]
+        if decoding:
+            self._itl.observe(now - self._last_batch_at[rank], min(decoding, rows))
         self._last_batch_at[rank] = now
 
     # --- serving ---------------------------------------------------------------------------------
@@ -209,9 +225,16 @@ class Metrics(Collector):
         yield make_family(catalogue.CLIENT_CONNECTIONS, [((), self._gate.connections)])
         yield make_family(catalogue.LIMIT_HITS, series_of(self._gate.hits))
         yield make_family(catalogue.HTTP2_ERRORS, series_of(self._gate.http2_faults.counts))
-        yield make_family(catalogue.REQUESTS, list(self._ended.copy().items()))
+        yield make_family(catalogue.REQUESTS, self._ended())
         yield make_family(catalogue.PROMPT_TOKENS, [((), self._prompt_tokens)])
         yield make_family(catalogue.CACHED_TOKENS, [((), self._cached_tokens)])
+
+    def _ended(self) -> "list[Series]":
+        """Requests by RPC and code; several reasons share a code."""
+        counts: dict[tuple[str, ...], int] = {}
+        for (rpc, _), book in self._books.copy().items():
+            counts[rpc, book.code] = counts.get((rpc, book.code), 0) + book.count
+        return list(counts.items())
 
     def _rank_families(self) -> Iterator[Metric]:
         table = self._router.ranks

@@ -41,6 +41,17 @@ class Histogram:
         return pairs
 
 
+class Book:
+    """Accepted requests of one RPC that ended for one reason, and where the durations of such are counted."""
+
+    __slots__ = ("code", "count", "durations")
+
+    def __init__(self, code: str, durations: Histogram) -> None:
+        self.code = code
+        self.count = 0
+        self.durations = durations
+
+
 def grow(column: list[NumberT], size: int) -> None:
     """Give a list with one number per rank zeros up to `size` ranks. It is never cut."""
     column.extend(type(column[0])() for _ in range(size - len(column)))

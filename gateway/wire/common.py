@@ -19,6 +19,10 @@ ADD: Final = b"\x00"
 ABORT: Final = b"\x01"
 SENTINEL: Final = b"ENGINE_CORE_DEAD"
 MAX_PAYLOAD_BYTES: Final = 64 << 20
+REMEMBERED_SAMPLINGS: Final = 1024
+"""Encoded sampling parameters are kept for so many different settings, a few hundred bytes each."""
+MAX_REMEMBERED_STOPS: Final = 16
+"""Settings with more stop ids than this are not kept: a client decides how many there are."""
 
 MALFORMED: Final = (msgspec.DecodeError, RecursionError)
 """All that msgspec raises on foreign bytes; nesting beyond the interpreter's limit is the second."""

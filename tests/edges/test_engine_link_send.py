@@ -199,6 +199,20 @@ async def test_an_event_that_leads_to_another_failure_doesnt_hold_the_loop():
         await until(lambda: len(harness.send_events) == 51)
 
 
+@pytest.mark.parametrize("is_waiting", [True, False])
+async def test_the_socket_is_looked_at_after_a_send_while_one_waits_for_room(is_waiting):
+    """The send may have consumed the edge that says that there is room; nothing else matters of this socket."""
+    async with running_link() as harness:
+        await harness.joined_engine(0)
+        looks = []
+        reader = harness.link._ranks[0]._channel.input.reader
+        reader.wants_write, reader.poke = is_waiting, lambda: looks.append(None)
+        harness.link.send(0, 1, request("a"))
+        assert bool(looks) == is_waiting
+        reader.wants_write = False
+        del reader.poke
+
+
 async def test_what_was_sent_just_before_close_still_leaves(monkeypatch):
     monkeypatch.setattr(link, "CLOSE_LINGER_MS", 5000)  # its length is no subject here
     async with running_link() as harness:

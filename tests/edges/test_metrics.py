@@ -11,7 +11,7 @@ import pytest
 
 from gateway import __version__
 from gateway.core.counters import Counters
-from gateway.core.errors import Reason
+from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import BatchReceived, DrainStarted, RankLost
 from gateway.core.ranks import RankState
 from gateway.edges import metrics
@@ -134,6 +134,18 @@ def test_ends_without_success(reason, code, outcome):
     assert got["rankgate_requests_total", ("code", code), ("rpc", "unknown")] == 1
     assert got["rankgate_request_duration_seconds_count", ("outcome", outcome), ("rpc", "unknown")] == 1
     assert got["rankgate_time_to_first_token_seconds_count",] == 0
+
+
+def test_reasons_with_one_code_are_one_series():
+    world = World(2)
+    for reason in (Reason.RANK_LOST, Reason.SEND_FAILED, Reason.RANK_LOST):
+        request = world.request()
+        world.cancel(request, Reason.CANCELLED)
+        request.error = GatewayError(reason, "x")
+        world.metrics.observe_ended(request, world.now)
+    got = world.samples()
+    assert got["rankgate_requests_total", ("code", "UNAVAILABLE"), ("rpc", "unknown")] == 3
+    assert got["rankgate_request_duration_seconds_count", ("outcome", "error"), ("rpc", "unknown")] == 3
 
 
 def test_rejections_are_counted_by_reason():

@@ -8,10 +8,12 @@ import asyncio
 from typing import NamedTuple, Protocol
 
 import zmq
+from zmq.backend import Socket as _Backend
 
 from gateway.edges.engine_link.connections import Change
 from gateway.edges.engine_link.coordinator import SOCKETS_PER_COORDINATOR, Coordinator, CoordinatorOwner
 from gateway.edges.engine_link.monitored import SOCKETS_EACH, Binder, Context, MonitoredSocket
+from gateway.edges.engine_link.reader import NOBLOCK
 
 SEND_HWM = 1000
 HEARTBEAT_INTERVAL_MS = 1000
@@ -45,6 +47,9 @@ _INPUT: dict[int, int] = COMMON | {
 # An engine's scheduler blocks on a full PUSH: nothing on our side may fill up.
 _OUTPUT: dict[int, int] = COMMON | {zmq.RCVHWM: 0, zmq.MAXMSGSIZE: MAX_BATCH_BYTES}
 
+_MORE: int = NOBLOCK | int(zmq.SNDMORE)
+_send = _Backend.send
+
 
 class Addresses(NamedTuple):
     """Where the rank is to connect."""
@@ -60,6 +65,10 @@ class ChannelOwner(CoordinatorOwner, Protocol):
 
     def on_input(self, frames: list[zmq.Frame]) -> None:
         """A message `[identity, payload…]` on the request socket."""
+        ...
+
+    def on_output_read(self) -> None:
+        """Messages were read from the batch socket, which `on_output` will be given."""
         ...
 
     def on_output(self, frames: list[zmq.Frame]) -> None:
@@ -117,6 +126,7 @@ class Channel:
                 on_writable=lambda: None,
                 on_change=lambda change: self._on_change(change, is_output=True),
             )
+            self.output.reader.on_read = owner.on_output_read
         except BaseException:
             self.input.close()
             raise
@@ -137,13 +147,15 @@ class Channel:
     def send(self, frames: list[bytes]) -> None:
         """Send without waiting. Raises zmq.Again when the pipe is full, zmq.ZMQError when the rank is not there."""
         socket = self.input.socket
+        kind, payload = frames
         try:
-            socket.send(self._identity, zmq.NOBLOCK | zmq.SNDMORE)
-            last = len(frames) - 1
-            for position, frame in enumerate(frames):
-                socket.send(frame, zmq.NOBLOCK if position == last else zmq.NOBLOCK | zmq.SNDMORE)
+            _send(socket, self._identity, _MORE)
+            _send(socket, kind, _MORE)
+            _send(socket, payload, NOBLOCK)
         finally:
-            self.input.reader.poke()
+            # A send may consume the edge that says that there is room. What a joined rank sends here is for nobody.
+            if self.input.reader.wants_write:
+                self.input.reader.poke()
 
     def learn_peers(self) -> None:
         """Let the ROUTER take note of new connections. A send may skip that, and would then refuse a known rank."""

@@ -4,6 +4,7 @@ Everything runs on one event loop without tasks: socket callbacks, and one safet
 """
 
 import asyncio
+import os
 import resource
 from collections.abc import Callable, Iterable
 
@@ -19,6 +20,7 @@ from gateway.edges.engine_link.counters import LimitedLog, LinkCounters
 from gateway.edges.engine_link.endpoints import Endpoints
 from gateway.edges.engine_link.env import EventQueue, LinkEnv
 from gateway.edges.engine_link.handshake_port import HandshakePort
+from gateway.edges.engine_link.io_thread import may_batch_io_thread
 from gateway.edges.engine_link.rank_link import LinkState, RankLink
 from gateway.edges.state_store import StateStore
 from gateway.types import EngineRequest
@@ -38,7 +40,7 @@ class EngineLink:
     """Implements `driver.Link`. `emit` is never called from inside `send` or `abort`.
 
     With a `store`, ranks of an earlier process are awaited on their recorded addresses; the link opens
-    and closes the store.
+    and closes the store. `client_index` is this gateway's place among those that a rank connects to.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class EngineLink:
         log: FilteringBoundLogger,
         store: StateStore | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        client_index: int = 0,
     ) -> None:
+        self._client_index = client_index
         self.counters = LinkCounters()
         self._config = self._layout = config
         self._emit = emit
@@ -170,6 +174,8 @@ class EngineLink:
         # For as many ranks as there can ever be: the limit can't be raised later. Twice, since a rank that shakes hands
         # again has old and new sockets for a moment.
         context.set(zmq.MAX_SOCKETS, 64 + 2 * SOCKETS_PER_CHANNEL * MAX_RANKS)
+        if may_batch_io_thread():
+            context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         store = self._store
         self._env = LinkEnv(
             loop=loop,
@@ -207,7 +213,7 @@ class EngineLink:
             group=group,
             group_number=number,
             index=index,
-            protocol=protocol_for(group.protocol),
+            protocol=protocol_for(group.protocol, client_index=self._client_index),
             send_init=self._ports[number].send_init,
             meeting=self._meetings.setdefault(number, MeetingPoint(group)) if group.has_waves else None,
         )

@@ -54,7 +54,7 @@ class MonitoredSocket:
 
     def look(self) -> None:
         """Take note of every connection that was lost or established by now."""
-        if self._monitor_reader.events() & zmq.POLLIN:
+        if self._monitor_reader.has_message():
             self._monitor_reader.drain()
 
     def poke(self, *, with_monitor: bool) -> None:

@@ -56,6 +56,9 @@ class LinkState(Enum):
     DETACHED = "detached"
 
 
+_JOINED = LinkState.JOINED  # an attribute of an enum class costs as much as a call
+
+
 class RankLink:
     """The southbound side of one rank. `send_init` puts a payload on the handshake socket, False if nobody is there."""
 
@@ -343,13 +346,16 @@ class RankLink:
             # Its ranks step together; nobody wakes the others when one of them is given work.
             self._log.warning("group_not_coupled", data_parallel_size=info.data_parallel_size)
 
+    def on_output_read(self) -> None:
+        """Messages were read from the batch socket: a connection that they came over is known by now."""
+        if self.state is _JOINED and self._channel is not None:
+            self._channel.output.look()
+
     def on_output(self, frames: list[zmq.Frame]) -> None:
         """A message on the batch socket."""
         joined = None
-        if self.state is LinkState.JOINED and self._channel is not None:
-            # After the message was read: a connection that it came over is known by now.
-            self._channel.output.look()
-            joined = self.incarnation if self._outputs <= 1 else None
+        if self.state is _JOINED and self._channel is not None:
+            joined = self._memory.incarnation if self._outputs <= 1 else None
             connections = self._channel.output.connections
             if connections.surplus > 0:
                 # A rank talks over its newest connection; what an earlier one still brings comes before that.

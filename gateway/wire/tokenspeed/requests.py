@@ -6,11 +6,12 @@ the engine then derives its own form (top_k -1, temperature 0, ...) instead of t
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
 from gateway.types import EngineRequest, Sampling
-from gateway.wire.common import ADD, as_array
+from gateway.wire.common import ADD, MAX_REMEMBERED_STOPS, REMEMBERED_SAMPLINGS, as_array
 
 
 class _SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -56,7 +57,7 @@ class _TokenizedGenerateReqInput(
     http_worker_ipc: None = None
     input_text: None = None
     input_ids: Sequence[int]
-    sampling_params: _SamplingParams
+    sampling_params: msgspec.Raw
     return_logprob: bool
     logprob_start_len: int = -1
     top_logprobs_num: int
@@ -73,15 +74,26 @@ def encode_add(request: EngineRequest) -> list[bytes]:
     `top_logprobs_num` says what was asked; 0.1.1 serves 0 only and aborts the request otherwise, so
     the edge must have refused more. EOS needs nothing here: this engine stops at it by itself.
     """
-    logprobs = request.sampling.logprobs
+    sampling = request.sampling
+    logprobs = sampling.logprobs
+    is_small = len(sampling.stop_token_ids) <= MAX_REMEMBERED_STOPS
+    encode_sampling = _remembered_sampling if is_small else _encode_sampling
     message = _TokenizedGenerateReqInput(
         rid=request.wire_id,
         input_ids=as_array(request.prompt_token_ids),
-        sampling_params=_sampling_params(request.sampling),
+        sampling_params=encode_sampling(sampling),
         return_logprob=logprobs is not None,
         top_logprobs_num=logprobs or 0,
     )
     return [ADD, _ENCODER.encode(message)]
+
+
+def _encode_sampling(sampling: Sampling) -> msgspec.Raw:
+    return msgspec.Raw(_ENCODER.encode(_sampling_params(sampling)))
+
+
+# Equal settings mean the same to the rank.
+_remembered_sampling = lru_cache(maxsize=REMEMBERED_SAMPLINGS)(_encode_sampling)
 
 
 def _sampling_params(sampling: Sampling) -> _SamplingParams:

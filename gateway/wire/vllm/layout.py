@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from gateway.types import EngineLoad, FinishReason, LoadSource
-from gateway.wire.common import Fault, Opaque, Tokens, as_count
+from gateway.wire.common import MAX_UINT32, Fault, Opaque, Tokens
 from gateway.wire.vllm.tensors import Logprobs
 
 
@@ -113,23 +113,21 @@ def read_load(
         return None, None
     if type(stats) is not SchedulerStats:  # isinstance costs 0.3 us with a Struct, whose metaclass is an ABCMeta
         return None, Fault.BAD_LOAD
-    running, waiting = as_count(stats.num_running_reqs), as_count(stats.num_waiting_reqs)
-    skipped, usage = as_count(stats.num_skipped_waiting_reqs), stats.kv_cache_usage
-    if running is None or waiting is None or skipped is None:
+    running, waiting, skipped = stats.num_running_reqs, stats.num_waiting_reqs, stats.num_skipped_waiting_reqs
+    usage, step_counter, wave = stats.kv_cache_usage, stats.step_counter, stats.current_wave
+    if not (type(running) is type(waiting) is type(skipped) is int):
         return None, Fault.BAD_LOAD
-    if not isinstance(usage, int | float) or isinstance(usage, bool) or not math.isfinite(usage):
+    if not (0 <= running <= MAX_UINT32 and 0 <= waiting <= MAX_UINT32 and 0 <= skipped <= MAX_UINT32):
+        return None, Fault.BAD_LOAD
+    if not (type(usage) is float or type(usage) is int) or not math.isfinite(usage):
         return None, Fault.BAD_LOAD
     load = EngineLoad(
         running=running,
         waiting=waiting + skipped,
         kv_usage=float(usage),
-        step_counter=_step(stats.step_counter),
-        wave=_step(stats.current_wave) or 0,
+        step_counter=step_counter if type(step_counter) is int and step_counter >= 0 else None,
+        wave=wave if type(wave) is int and wave > 0 else 0,
         taken_at_s=taken_at_s,
         source=source,
     )
     return load, None
-
-
-def _step(value: Opaque) -> int | None:
-    return value if type(value) is int and value >= 0 else None

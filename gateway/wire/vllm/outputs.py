@@ -11,8 +11,8 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from gateway.types import EngineBatch, EngineControl, EngineMessage, TokenLogprob
-from gateway.wire.common import MALFORMED, Fault, Opaque, as_count
+from gateway.types import EngineBatch, EngineControl, EngineMessage, FinishReason, TokenLogprob
+from gateway.wire.common import MALFORMED, MAX_PAYLOAD_BYTES, MAX_UINT32, Fault, Opaque, as_count
 from gateway.wire.protocol import Frame
 from gateway.wire.vllm.layout import (
     PrefillStats,
@@ -50,16 +50,42 @@ _STEADY = msgspec.msgpack.Decoder(_Message[SteadyRow])
 _FULL = msgspec.msgpack.Decoder(_Message[Row])
 
 
+def decode_steady(payload: bytes) -> EngineBatch | None:
+    """Decode a message of which all rows are steady, and there are some; None for any other. Never raises."""
+    if _FIRST_ROW_KEY in payload or len(payload) > MAX_PAYLOAD_BYTES:
+        return None
+    try:
+        message = _STEADY.decode(payload)
+    except MALFORMED:
+        return None  # logprobs, or damage
+    rows, engine_index = message.outputs, message.engine_index
+    if not rows or type(engine_index) is not int:
+        return None
+    stats, taken_at_s = message.scheduler_stats, message.timestamp
+    if stats is None:
+        load, load_fault = None, None
+    else:
+        load, load_fault = read_load(stats, read_time(taken_at_s))
+    if len(rows) == 1:
+        row = rows[0]
+        ids, token_ids = [row.request_id], [row.token_ids]
+        finish: list[FinishReason] = [""] if row.finish_reason is None else finish_column([row.finish_reason])
+    else:
+        ids = [row.request_id for row in rows]
+        token_ids = [row.token_ids for row in rows]
+        finish = finish_column([row.finish_reason for row in rows])
+    return EngineBatch(
+        ids=ids,
+        token_ids=token_ids,
+        finish=finish,
+        engine_index=engine_index if 0 <= engine_index <= MAX_UINT32 else None,
+        load=load,
+        load_fault=load_fault,
+    )
+
+
 def decode_outputs(payload: bytes, frames: Sequence[Frame]) -> EngineMessage:
     """Decode one message; `frames` is all of it, for tensors that point at aux frames. Never raises."""
-    if _FIRST_ROW_KEY not in payload:
-        try:
-            steady = _STEADY.decode(payload)
-        except MALFORMED:
-            pass  # logprobs, or damage
-        else:
-            if type(steady.engine_index) is int:
-                return _steady_message(steady)
     try:
         message = _FULL.decode(payload)
     except MALFORMED:
@@ -70,21 +96,6 @@ def decode_outputs(payload: bytes, frames: Sequence[Frame]) -> EngineMessage:
         return control
     whole = Salvaged(message.engine_index, message.outputs, [], False, message.scheduler_stats, None)
     return _batch(whole, frames, read_time(message.timestamp))
-
-
-def _steady_message(message: _Message[SteadyRow]) -> EngineMessage:
-    rows = message.outputs
-    if not rows and (control := _control(message)) is not None:
-        return control
-    load, load_fault = read_load(message.scheduler_stats, read_time(message.timestamp))
-    return EngineBatch(
-        ids=[row.request_id for row in rows],
-        token_ids=[row.token_ids for row in rows],
-        finish=finish_column([row.finish_reason for row in rows]),
-        engine_index=as_count(message.engine_index),
-        load=load,
-        load_fault=load_fault,
-    )
 
 
 def _control(message: _Message[R]) -> EngineControl | None:

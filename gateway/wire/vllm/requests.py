@@ -7,12 +7,13 @@ decoder and goes deaf on a bad value: nothing unvalidated may reach `encode_add`
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 import msgspec
 
 from gateway.types import EngineRequest, Sampling
-from gateway.wire.common import ADD, as_array
+from gateway.wire.common import ADD, MAX_REMEMBERED_STOPS, REMEMBERED_SAMPLINGS, as_array
 
 _SAMPLING_DEFAULTS: Final[dict[str, object]] = {
     "temperature": 1.0,
@@ -39,7 +40,7 @@ class _EngineCoreRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=T
     request_id: str
     prompt_token_ids: Sequence[int]
     mm_features: None = None
-    sampling_params: dict[str, object]
+    sampling_params: msgspec.Raw
     pooling_params: None = None
     arrival_time: float
     lora_request: None = None
@@ -58,16 +59,27 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 def encode_add(request: EngineRequest, client_index: int) -> list[bytes]:
     """Frames `[00, payload]`. `priority` goes out as it is: vLLM serves smaller numbers first, if at all."""
+    sampling = request.sampling
+    is_small = len(sampling.stop_token_ids) <= MAX_REMEMBERED_STOPS
+    encode_sampling = _remembered_sampling if is_small else _encode_sampling
     message = _EngineCoreRequest(
         request_id=request.wire_id,
         prompt_token_ids=as_array(request.prompt_token_ids),
-        sampling_params=_sampling_params(request.sampling, request.eos_token_ids),
+        sampling_params=encode_sampling(sampling, request.eos_token_ids),
         arrival_time=float(request.arrived_at_unix_s),
         client_index=client_index,
         current_wave=request.current_wave,
         priority=request.priority,
     )
     return [ADD, _ENCODER.encode(message)]
+
+
+def _encode_sampling(sampling: Sampling, eos_token_ids: Sequence[int]) -> msgspec.Raw:
+    return msgspec.Raw(_ENCODER.encode(_sampling_params(sampling, eos_token_ids)))
+
+
+# Equal settings mean the same to the rank.
+_remembered_sampling = lru_cache(maxsize=REMEMBERED_SAMPLINGS)(_encode_sampling)
 
 
 def _sampling_params(sampling: Sampling, eos_token_ids: Sequence[int]) -> dict[str, object]:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.types import EngineRequest, Sampling
-from gateway.wire.tokenspeed import TokenSpeedProtocol
+from gateway.wire.common import MAX_REMEMBERED_STOPS
+from gateway.wire.tokenspeed import TokenSpeedProtocol, requests
 from tests.support.wire import any_speed, tokenspeed_vectors, unpack
 from tests.support.wire_structs import TokenizedGenerateReqInput, TokenSpeedSampling
 
@@ -105,3 +106,19 @@ def test_any_sequence_of_ids_is_a_prompt(prompt):
 def test_abort():
     assert PROTOCOL.encode_abort(["req-1"]) == [b"\x01", tokenspeed_vectors()["abort-1"]]
     assert unpack(PROTOCOL.encode_abort(("a", "b"))[1]) == ["a", "b"]
+
+
+def test_settings_that_came_before_are_encoded_as_if_they_had_not():
+    for sampling in ({}, {"temperature": 0.0, "seed": 7}, {"stop_token_ids": (9, 4), "min_tokens": 2}, {"logprobs": 0}):
+        first, second = (PROTOCOL.encode_add(request(**sampling)) for _ in range(2))
+        assert first == second
+        plain = requests._sampling_params(Sampling(**({"max_tokens": 8} | sampling)))
+        assert msgspec.msgpack.encode(plain) in second[1]
+
+
+def test_settings_with_many_stop_ids_are_not_kept():
+    requests._remembered_sampling.cache_clear()
+    PROTOCOL.encode_add(request(stop_token_ids=tuple(range(MAX_REMEMBERED_STOPS + 1))))
+    assert requests._remembered_sampling.cache_info().currsize == 0
+    PROTOCOL.encode_add(request(stop_token_ids=tuple(range(MAX_REMEMBERED_STOPS))))
+    assert requests._remembered_sampling.cache_info().currsize == 1

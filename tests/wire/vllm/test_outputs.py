@@ -6,6 +6,7 @@ import pytest
 from gateway.types import EngineBatch, EngineControl, EngineLoad, EngineNoise
 from gateway.wire.common import MAX_PAYLOAD_BYTES
 from gateway.wire.vllm import VllmProtocol
+from gateway.wire.vllm.outputs import decode_outputs, decode_steady
 from tests.support.wire import STATS, check, outputs, pack, row
 
 PROTOCOL = VllmProtocol()
@@ -216,3 +217,20 @@ def test_a_negative_engine_index_is_unknown():
 def test_oversized_messages_are_lossy():
     batch = PROTOCOL.decode_output([memoryview(bytes(MAX_PAYLOAD_BYTES + 1))])
     assert (batch.lossy, batch.fault) == (True, "oversize")
+
+
+@pytest.mark.parametrize("index", [0, 3, -1, 2**32])
+@pytest.mark.parametrize("stats", [None, STATS, {**STATS, "num_running_reqs": -1}, "?", {**STATS, "kv_cache_usage": 1}])
+@pytest.mark.parametrize("rows", [[row("a")], [row("a", f5=0)], [row("a"), row("b", (8, 9), f5=99)]])
+def test_the_short_way_says_what_the_long_one_says(rows, stats, index):
+    payload = pack(outputs(rows, stats, index=index))
+    steady = decode_steady(payload)
+    assert steady is not None
+    long = decode_outputs(payload, [payload])
+    long.failed_ids = tuple(long.failed_ids)
+    assert steady == long
+
+
+@pytest.mark.parametrize("message", [outputs([], STATS), outputs([row("a", f11=PREFILL)]), ["x", [row("a")]], [1]])
+def test_the_short_way_is_for_steady_rows_only(message):
+    assert decode_steady(pack(message)) is None

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.types import EngineRequest, Sampling
-from gateway.wire.vllm import VllmProtocol
+from gateway.wire.common import MAX_REMEMBERED_STOPS
+from gateway.wire.vllm import VllmProtocol, requests
 from tests.support.wire import any_speed, recorded, unpack, vllm_made
 from tests.support.wire_structs import EngineCoreRequest, VllmSampling
 
@@ -213,3 +214,20 @@ ABORTS = [m for m in recorded() if m.socket == "input" and m.note.startswith("AB
 def test_abort_equals_recorded_bytes(message):
     _, kind, payload = message.raw
     assert PROTOCOL.encode_abort(unpack(payload)) == [kind, payload]
+
+
+def test_settings_that_came_before_are_encoded_as_if_they_had_not():
+    for fields in ({}, {"temperature": 0.0, "seed": 7}, {"stop_token_ids": (9, 4), "min_tokens": 2}, {"logprobs": 3}):
+        for eos_token_ids in ((), (2,), (2, 9)):
+            first, second = (encode(fields, eos_token_ids=eos_token_ids, wire_id=wire_id) for wire_id in ("x-1", "x-2"))
+            assert second[1] == first[1].replace(b"x-1", b"x-2")
+            plain = requests._sampling_params(Sampling(max_tokens=8, **fields), eos_token_ids)
+            assert msgspec.msgpack.encode(plain) in second[1]
+
+
+def test_settings_with_many_stop_ids_are_not_kept():
+    requests._remembered_sampling.cache_clear()
+    encode({"stop_token_ids": tuple(range(MAX_REMEMBERED_STOPS + 1))})
+    assert requests._remembered_sampling.cache_info().currsize == 0
+    encode({"stop_token_ids": tuple(range(MAX_REMEMBERED_STOPS))})
+    assert requests._remembered_sampling.cache_info().currsize == 1

@@ -1,0 +1,129 @@
+"""Where log lines go: a stream that is never waited for, and lines that leave together at the end of a loop turn.
+
+A log stream that cannot be written to (closed, full disk, broken pipe) costs its lines, never a request: losses are
+counted in `LineLogger.lost`.
+"""
+
+import asyncio
+import os
+import select
+import stat
+from typing import BinaryIO, ClassVar
+
+MAX_WAITING_BYTES = 64 * 1024
+
+
+class Outlet:
+    """Writes lines to a stream without ever waiting for its reader: the event loop would wait with it.
+
+    A pipe that is ready takes `PIPE_BUF` bytes without blocking, so lines go out in such pieces, each after
+    a look. Files and terminals are written to as they are.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._ready = _readiness(stream)
+        self._is_cut = False
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+
+    def write(self, line: bytes) -> bool:
+        """Write a line with its newline; False when the stream can't take (all of) it now."""
+        if self._ready is None:
+            self._put(line)
+            return True
+        if self._is_cut:
+            line = b"\n" + line
+        for start in range(0, len(line), select.PIPE_BUF):
+            if not self._ready.poll(0):
+                self._is_cut = self._is_cut or start > 0
+                return False
+            self._put(line[start : start + select.PIPE_BUF])
+        self._is_cut = False
+        return True
+
+    def write_soon(self, line: bytes) -> None:
+        """Write a line before the event loop waits again, together with others. Never raises for the stream's sake."""
+        waiting = self._waiting
+        if not waiting:
+            try:
+                asyncio.get_running_loop().call_soon(self.flush)
+            except RuntimeError:  # no loop runs: nobody would write it later
+                self._write_all([line])
+                return
+        waiting.append(line)
+        self._waiting_bytes += len(line)
+        if self._waiting_bytes > MAX_WAITING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Never raises for the stream's sake."""
+        if not self._waiting:
+            return
+        lines, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if self._ready is None:
+            self._write_all(lines)
+            return
+        # No line is cut that fits into one piece: other processes may write to the same pipe.
+        group: list[bytes] = []
+        size = 0
+        for line in lines:
+            if group and size + len(line) >= select.PIPE_BUF:
+                self._write_all(group)
+                group, size = [], 0
+            group.append(line)
+            size += len(line)
+        self._write_all(group)
+
+    def _write_all(self, lines: list[bytes]) -> None:
+        try:
+            is_written = self.write(b"".join(lines))
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            is_written = False
+        if not is_written:
+            LineLogger.lost += len(lines)
+
+    def _put(self, data: bytes) -> None:
+        self._stream.write(data)
+        self._stream.flush()
+
+
+def _readiness(stream: BinaryIO) -> "select.poll | None":
+    """A poll object for streams whose reader can make a writer wait; None for all others."""
+    try:
+        number = stream.fileno()
+        mode = os.fstat(number).st_mode
+    except (OSError, ValueError):  # not a system file, or closed
+        return None
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return None
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    return poll
+
+
+class LineLogger:
+    """The innermost logger: writes one encoded line, and never raises or waits for the stream's sake."""
+
+    lost: ClassVar[int] = 0
+    """Lines that could not be written (whole) since start."""
+    threshold: ClassVar[int] = 0
+    """The least severe level that is written: loggers that were bound before it changed go by it too."""
+
+    __slots__ = ("name", "outlet")
+
+    def __init__(self, outlet: Outlet, name: str = "") -> None:
+        self.outlet = outlet
+        self.name = name
+
+    def msg(self, line: bytes) -> None:
+        """Write `line` and a newline, and flush; behind what waits."""
+        self.outlet.flush()
+        try:
+            is_written = self.outlet.write(line + b"\n")
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            is_written = False
+        if not is_written:
+            LineLogger.lost += 1
+
+    debug = info = warning = error = critical = msg

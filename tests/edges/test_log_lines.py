@@ -1,0 +1,185 @@
+"""Terminal lines leave together at the end of a loop turn, in their order, and none is lost or torn."""
+
+import asyncio
+import io
+import json
+import os
+import select
+import subprocess
+import sys
+
+import pytest
+import structlog
+
+from gateway.core.errors import GatewayError, Reason
+from gateway.edges import log_outlet, logs
+from tests.edges.test_logs import LoggedBench, configured, lines, restore  # noqa: F401 - an autouse fixture
+from tests.support.core import Bench
+
+
+class Counted(io.BytesIO):
+    """Counts the writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes = 0
+
+    def write(self, data):
+        self.writes += 1
+        return super().write(data)
+
+
+def ended(count, **more):
+    """Requests of a bench of its own, which have ended."""
+    bench = Bench(1)
+    requests = [bench.request(request_id=f"client-{number}", **more) for number in range(count)]
+    for request in requests:
+        bench.cancel(request, Reason.CANCELLED)
+        request.error = None
+    return bench, requests
+
+
+def ids(stream):
+    return [line.get("request_id", line["event"]) for line in lines(stream)]
+
+
+async def test_lines_of_one_turn_leave_in_one_write_before_the_loop_waits():
+    stream = Counted()
+    logs.configure("info", "json", stream)
+    bench, requests = ended(3)
+    for request in requests:
+        logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+    assert stream.writes == 0
+    await asyncio.sleep(0)
+    assert stream.writes == 1
+    assert ids(stream) == ["client-0", "client-1", "client-2"]
+
+
+async def test_any_other_line_leaves_at_once_and_behind_them():
+    stream = configured()
+    log = structlog.get_logger("gateway")
+    bench, requests = ended(2)
+    logs.terminal_line(log, requests[0], bench.now)
+    log.info("other")
+    assert ids(stream) == ["client-0", "other"]
+    logs.terminal_line(log, requests[1], bench.now)
+    await asyncio.sleep(0)
+    assert ids(stream) == ["client-0", "other", "client-1"]
+
+
+async def test_a_warning_does_not_wait():
+    stream = configured()
+    bench, requests = ended(2)
+    requests[1].error = GatewayError(Reason.RANK_LOST, "x")
+    for request in requests:
+        logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+    assert ids(stream) == ["client-0", "client-1"]
+
+
+async def test_what_waits_is_bounded(monkeypatch):
+    monkeypatch.setattr(log_outlet, "MAX_WAITING_BYTES", 1000)
+    stream = configured()
+    bench, requests = ended(10)
+    for request in requests:
+        logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+    assert 2 <= len(lines(stream)) < 10
+    await asyncio.sleep(0)
+    assert ids(stream) == [f"client-{number}" for number in range(10)]
+
+
+async def test_another_configuration_loses_none():
+    first = configured()
+    bench, requests = ended(1)
+    logs.terminal_line(structlog.get_logger("gateway"), requests[0], bench.now)
+    second = configured("error")
+    assert ids(first) == ["client-0"]
+    logs.terminal_line(structlog.get_logger("gateway"), requests[0], bench.now)
+    await asyncio.sleep(0)
+    assert not lines(second)
+
+
+def test_a_process_that_dies_of_an_exception_has_written_its_lines():
+    program = (
+        "import asyncio, structlog\n"
+        "from gateway.edges import logs\n"
+        "from tests.edges.test_log_lines import ended\n"
+        "async def main():\n"
+        "    logs.configure('info', 'json')\n"
+        "    bench, (request,) = ended(1)\n"
+        "    logs.terminal_line(structlog.get_logger('gateway'), request, bench.now)\n"
+        "    raise SystemExit(3)\n"
+        "asyncio.run(main())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 3
+    assert [json.loads(line)["request_id"] for line in run.stderr.splitlines()] == ["client-0"]
+
+
+async def test_in_a_pipe_no_line_is_torn_that_fits_into_one_piece_and_each_lost_one_counts():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as stream, os.fdopen(reader, "rb", buffering=0) as other_end:
+        outlet = logs.Outlet(stream)
+        pieces = []
+        outlet._put = pieces.append
+        for number in range(20):
+            outlet.write_soon(b"%03d" % number + b"x" * 1000 + b"\n")
+        await asyncio.sleep(0)
+        assert b"".join(pieces).count(b"\n") == 20
+        assert all(piece.endswith(b"\n") and len(piece) <= select.PIPE_BUF for piece in pieces)
+        assert len(pieces) == 5
+        del outlet._put
+        os.set_blocking(writer, False)
+        while outlet.write(b"y" * (select.PIPE_BUF - 1) + b"\n"):  # until it is full
+            pass
+        before = logs.LineLogger.lost
+        for _ in range(7):
+            outlet.write_soon(b"z" * 1000 + b"\n")
+        await asyncio.sleep(0)
+        assert logs.LineLogger.lost == before + 7
+        other_end.read(1)
+
+
+@pytest.mark.parametrize("features", [{}, {"tenant": "team-a"}, {"n": 2}, {"pinned_rank": 0}])
+def test_both_ways_to_the_stream_say_the_same(features):
+    log = structlog.get_logger("gateway")
+    short = configured()
+    bench = LoggedBench(1)
+    bench.log = log
+    bench.finish(bench.request(**features))
+    request = bench.request(**features)
+    bench.cancel(request, Reason.CANCELLED)
+    long = configured()
+    logs._terminal.write = lambda *_: False
+    try:
+        logs.terminal_line(log, request, bench.now)
+    finally:
+        del logs._terminal.write
+    one, other = lines(short)[-1], lines(long)[-1]
+    assert list(one) == list(other), "the same fields in the same order"
+    del one["timestamp"], other["timestamp"]
+    assert one == other
+
+
+def test_what_a_logger_was_bound_to_is_not_left_out():
+    stream = configured()
+    bench, requests = ended(1)
+    logs.terminal_line(structlog.get_logger("gateway").bind(site="here"), requests[0], bench.now)
+    (line,) = lines(stream)
+    assert (line["site"], line["logger"], line["request_id"]) == ("here", "gateway", "client-0")
+
+
+async def test_a_text_that_utf8_cannot_carry_has_its_line_too_in_its_place():
+    stream = configured()
+    bench, requests = ended(2)
+    requests[1].error = GatewayError(Reason.CANCELLED, "\ud800")
+    for request in requests:
+        logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+    assert [line["error"] for line in lines(stream)] == [None, "\\ud800"]
+
+
+def test_who_listens_to_the_lines_hears_terminal_lines_as_well():
+    configured()
+    bench, requests = ended(1)
+    with structlog.testing.capture_logs() as heard:
+        logs.terminal_line(structlog.get_logger("gateway"), requests[0], bench.now)
+    assert [line["event"] for line in heard] == ["request_ended"]
