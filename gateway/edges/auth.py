@@ -101,7 +101,10 @@ def parse_tokens(data: bytes, where: str) -> list[str]:
 
 
 class Authenticator:
-    """Lets the calls of one listener in that bring a token of the role it asks for."""
+    """Lets the calls of one listener in that bring a token of the role it asks for.
+
+    What `check` says holds as long as `tokens.value` is the same object.
+    """
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class Authenticator:
         self.listener = listener
         self.failures: dict[Failure, int] = dict.fromkeys(FAILURES, 0)
         self._role = role
-        self._tokens = tokens
+        self.tokens = tokens
         self._clock = clock
         # The metrics page is served by threads.
         self._lock = threading.Lock()
@@ -139,7 +142,7 @@ class Authenticator:
             return "malformed"
         token = header[_SCHEME_CHARS:].strip()
         # None is longer, and hashing what a stranger sends must cost little.
-        role = self._tokens.value.role_of(token) if len(token) <= MAX_TOKEN_CHARS else None
+        role = self.tokens.value.role_of(token) if len(token) <= MAX_TOKEN_CHARS else None
         if role is None:
             return "unknown"
         return None if role >= self._role else "not_admin"

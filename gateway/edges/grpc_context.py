@@ -6,7 +6,7 @@ meaning, and no others.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import grpc
 
@@ -49,6 +49,42 @@ def outlet_of(context: "RpcContext", on_ready: Callable[[], None]) -> Outlet | N
     """The call's outlet, None where the transport has none. `on_ready` is called when it is ready again."""
     open_outlet: Callable[[Callable[[], None]], Outlet] | None = getattr(context, "outlet", None)
     return None if open_outlet is None else open_outlet(on_ready)
+
+
+class CallHead(Protocol):
+    """The headers of one call, shared by calls with the same ones; `memo` is what this layer has made of them."""
+
+    memo: Any
+    invocation_metadata: tuple[tuple[str, str | bytes], ...]
+
+
+class DirectCall(Outlet, Protocol):
+    """A call that is served without a task: by `push`, and `finish` at its end.
+
+    `on_ready` is called when `is_ready` is true again, `on_closed` when the call ends without `finish`: with True when
+    its deadline has passed, with False when the client is gone.
+    """
+
+    head: CallHead
+    deadline_at: float | None
+    on_ready: Callable[[], None] | None
+    on_closed: Callable[[bool], None] | None
+
+    def peer(self) -> str:
+        """The other end of the connection."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the call's deadline, or None when it has none."""
+        ...
+
+    def send_head(self, initial_metadata: Metadata) -> None:
+        """Send the response headers; at most once, before the first message."""
+        ...
+
+    def finish(self, code: int, details: str = "", trailing_block: bytes = b"") -> None:
+        """End the call with a status and encoded metadata."""
+        ...
 
 
 class RpcContext(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from math import copysign, inf
 
 from gateway.core.request import Sequence
-from gateway.edges.varint import Memo, varint
+from gateway.edges.varint import VARINTS, Memo, varint
 from gateway.types import FinishReason, TokenLogprob
 from gateway.v1 import gateway_pb2
 
@@ -38,11 +38,12 @@ _MAX_TOKEN_BYTES = 5
 _MAX_LOGPROB_BYTES = 9
 _MAX_TOP_BYTES = 13
 
-_FINISH_REASONS: dict[FinishReason, int] = {
-    "stop": gateway_pb2.FINISH_REASON_STOP,
-    "length": gateway_pb2.FINISH_REASON_LENGTH,
-    "abort": gateway_pb2.FINISH_REASON_ABORT,
-    "error": gateway_pb2.FINISH_REASON_ERROR,
+# The reason, and the tag of what follows it.
+_REASONS: dict[FinishReason, bytes] = {
+    "stop": bytes((0x08, gateway_pb2.FINISH_REASON_STOP, 0x10)),
+    "length": bytes((0x08, gateway_pb2.FINISH_REASON_LENGTH, 0x10)),
+    "abort": bytes((0x08, gateway_pb2.FINISH_REASON_ABORT, 0x10)),
+    "error": bytes((0x08, gateway_pb2.FINISH_REASON_ERROR, 0x10)),
 }
 _pack_float = struct.Struct("<f").pack
 
@@ -53,7 +54,7 @@ def _encode_token(token_id: int) -> bytes:
 
 
 # One token a message is the common case by far, so its whole field is remembered.
-_one_token = Memo(_encode_token).__getitem__
+_ONE_TOKEN = Memo(_encode_token)
 
 
 def encode_head(request_id: str, index: int) -> bytes:
@@ -72,7 +73,7 @@ def encode_output(head: bytes, sequence: Sequence, rest: list[bytes]) -> bytes:
     finish = sequence.finish
     if not logprobs and not finish:
         if len(token_ids) == 1:
-            return head + _one_token(token_ids[0])
+            return head + _ONE_TOKEN[token_ids[0]]
         if not token_ids:
             return b""
     if len(token_ids) <= _SMALL_TOKENS:
@@ -117,14 +118,14 @@ def _encode_response(
     sequence: Sequence,
     finish: FinishReason,
 ) -> bytes:
-    parts = [head]
-    if token_ids:
-        parts.append(encode_tokens(token_ids))
+    response = head
+    if len(token_ids) == 1:
+        response += _ONE_TOKEN[token_ids[0]]
+    elif token_ids:
+        response += encode_tokens(token_ids)
     if logprobs:
-        parts.extend(_encode_logprob(item) for item in logprobs)
-    if finish:
-        parts.append(_encode_finish(sequence, finish))
-    return b"".join(parts)
+        response += b"".join([_encode_logprob(item) for item in logprobs])
+    return response + _encode_finish(sequence, finish) if finish else response
 
 
 def encode_tokens(token_ids: Seq[int]) -> bytes:
@@ -137,7 +138,7 @@ def encode_many(outputs: Iterable[bytes], errors: Iterable[bytes]) -> bytes:
     """A GenerateManyResponse of serialised outputs and errors."""
     parts: list[bytes] = []
     for output in outputs:
-        parts += (_OUTPUTS, varint(len(output)), output)
+        parts += (_OUTPUTS, VARINTS[len(output)], output)
     for error in errors:
         parts += (_ERRORS, varint(len(error)), error)
     return b"".join(parts)
@@ -153,19 +154,20 @@ def _encode_logprob(item: TokenLogprob) -> bytes:
 
 
 def _encode_finish(sequence: Sequence, finish: FinishReason) -> bytes:
-    request, attempt = sequence.request, sequence.attempt
-    numbers = [
-        _FINISH_REASONS[finish],
-        len(request.arrived.prompt_token_ids),
-        sequence.completion_tokens,
-        sequence.cached_tokens,
-    ]
+    attempt = sequence.attempt
+    body = (
+        _REASONS[finish]
+        + VARINTS[len(sequence.request.arrived.prompt_token_ids)]
+        + b"\x18"
+        + VARINTS[sequence.completion_tokens]
+        + b"\x20"
+        + VARINTS[sequence.cached_tokens]
+    )
     if attempt is not None:
-        numbers.append(attempt.rank)
-    body = b"".join(bytes((field << 3,)) + varint(number) for field, number in enumerate(numbers, 1))
+        body += b"\x28" + VARINTS[attempt.rank]
     # Last, because an answer from the response cache has no rank: no attempts are a fact, rank 0 is not.
-    body += _ATTEMPTS + varint(sequence.attempts)
-    return _FINISH + varint(len(body)) + body
+    body += _ATTEMPTS + VARINTS[sequence.attempts]
+    return _FINISH + VARINTS[len(body)] + body
 
 
 def _float(value: float) -> bytes:

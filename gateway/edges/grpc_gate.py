@@ -67,7 +67,9 @@ class CallGate:
     def check_metadata(self, metadata: Metadata | None) -> GatewayError | None:
         """Why headers of this size are refused; None lets them in."""
         limit = self._max_metadata_bytes
-        size = sum(len(key) + len(value) + _HEADER_OVERHEAD_BYTES for key, value in metadata or ())
+        size = 0
+        for key, value in metadata or ():
+            size += len(key) + len(value) + _HEADER_OVERHEAD_BYTES
         if size <= limit:
             return None
         self.hits["max_metadata_bytes"] += 1
@@ -89,32 +91,38 @@ class CallGate:
         async def run(data: Any, transport: TransportContext) -> Any:
             context = CallContext(transport, self)
             peer = transport.peer()
-            if self.streams >= self._max_streams:
-                await abort_with(context, self._too_many())
-            self._enter(peer)
+            error = self.enter(peer, 0 if is_bidi else len(data))
+            if error is not None:
+                await abort_with(context, error)
             try:
-                if is_bidi:
-                    data = self._checked(data)
-                elif len(data) > self.max_request_bytes:
-                    await abort_with(context, self._too_large(len(data)))
-                return await call(data, context)
+                return await call(self._checked(data) if is_bidi else data, context)
             finally:
-                self._leave(peer)
-                context.close()
+                self.leave(peer, context.stream)
 
         return run
 
-    def _enter(self, peer: str) -> None:
+    def enter(self, peer: str, request_bytes: int) -> GatewayError | None:
+        """Count a call of this connection until it leaves; or say why it is refused, and count nothing."""
+        if self.streams >= self._max_streams:
+            return self._too_many()
+        if request_bytes > self.max_request_bytes:
+            return self._too_large(request_bytes)
         self.streams += 1
-        self._calls_by_peer[peer] = self._calls_by_peer.get(peer, 0) + 1
+        peers = self._calls_by_peer
+        peers[peer] = peers.get(peer, 0) + 1
+        return None
 
-    def _leave(self, peer: str) -> None:
+    def leave(self, peer: str, stream: Watchable | None = None) -> None:
+        """The call has ended, and the watch over its stream, if there was one."""
         self.streams -= 1
-        left = self._calls_by_peer[peer] - 1
+        peers = self._calls_by_peer
+        left = peers[peer] - 1
         if left:
-            self._calls_by_peer[peer] = left
+            peers[peer] = left
         else:
-            del self._calls_by_peer[peer]
+            del peers[peer]
+        if stream is not None:
+            self.watch.discard(stream)
 
     async def _checked(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for message in messages:
@@ -153,12 +161,12 @@ class CallContext:
         "_gate",
         "_is_accepted",
         "_since",
-        "_stream",
         "_transport",
         "invocation_metadata",
         "outlet",
         "send_initial_metadata",
         "set_trailing_metadata",
+        "stream",
         "time_remaining",
         "write",
     )
@@ -168,7 +176,7 @@ class CallContext:
         self._gate = gate
         self._since = gate.clock()
         self._is_accepted = False
-        self._stream: Watchable | None = None
+        self.stream: Watchable | None = None
         self.write = transport.write
         self.outlet = getattr(transport, "outlet", None)
         self.send_initial_metadata = transport.send_initial_metadata
@@ -180,7 +188,7 @@ class CallContext:
         """The call's work has begun: an error from here on is no refusal. `stream` is watched until the call ends."""
         self._is_accepted = True
         if stream is not None:
-            self._stream = stream
+            self.stream = stream
             self._gate.watch.add(stream)
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
@@ -190,11 +198,6 @@ class CallContext:
         finally:
             if not self._is_accepted:
                 self._gate.refused(self._since)
-
-    def close(self) -> None:
-        """The call has ended."""
-        if self._stream is not None:
-            self._gate.watch.discard(self._stream)
 
 
 def max_request_bytes(config: Config) -> int:

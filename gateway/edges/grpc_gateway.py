@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RequestArrived
 from gateway.core.request import Sequence
-from gateway.edges.grpc_context import RpcContext
+from gateway.edges.grpc_context import Outlet, RpcContext
+from gateway.edges.grpc_direct import generate_method
 from gateway.edges.grpc_encode import encode_head, encode_output
 from gateway.edges.grpc_gate import CallGate
 from gateway.edges.grpc_many import ManyStream
-from gateway.edges.grpc_methods import Service, bidi, server_stream, unary
+from gateway.edges.grpc_methods import Service, bidi, decode, server_stream, unary
 from gateway.edges.grpc_ranks import RankFeed
-from gateway.edges.grpc_request import ANYONE, RequestReader
-from gateway.edges.grpc_stream import StreamWriter, serve_request
+from gateway.edges.grpc_request import ANYONE, Call, RequestReader
+from gateway.edges.grpc_writer import StreamWriter
 from gateway.v1 import gateway_pb2
 
 if TYPE_CHECKING:
@@ -35,12 +37,24 @@ class GenerateStream(StreamWriter):
 
     def encode(self, sequence: Sequence) -> Iterable[bytes]:
         """One message, none when the outbox turns out to be empty, several when it holds a great deal."""
+        rest: list[bytes] = []
+        message = encode_output(self._head(sequence), sequence, rest)
+        return (message, *rest) if message else ()
+
+    def send(self, sequence: Sequence, outlet: Outlet) -> None:
+        """The same, pushed."""
+        rest: list[bytes] = []
+        message = encode_output(self._heads.get(sequence.index) or self._head(sequence), sequence, rest)
+        if message:
+            outlet.push(message)
+            for more in rest:
+                outlet.push(more)
+
+    def _head(self, sequence: Sequence) -> bytes:
         head = self._heads.get(sequence.index)
         if head is None:
             head = self._heads[sequence.index] = encode_head(sequence.request.arrived.request_id, sequence.index)
-        rest: list[bytes] = []
-        message = encode_output(head, sequence, rest)
-        return (message, *rest) if message else ()
+        return head
 
 
 class GatewayService:
@@ -58,7 +72,7 @@ class GatewayService:
         self.service = Service(
             NAME,
             (
-                server_stream("Generate", gateway_pb2.GenerateRequest, self.generate),
+                generate_method(driver, self._reader, self._prepare),
                 bidi("GenerateMany", gateway_pb2.GenerateManyRequest, self.generate_many),
                 unary("Abort", gateway_pb2.AbortRequest, self.abort),
                 unary("ListRanks", gateway_pb2.ListRanksRequest, self.list_ranks),
@@ -67,15 +81,15 @@ class GatewayService:
             self._reader.configure,
         )
 
-    async def generate(self, request: gateway_pb2.GenerateRequest, context: RpcContext) -> None:
-        """Stream one request's tokens."""
-        now = self._driver.clock()
-        call = self._reader.call(context, now)
-        stream = GenerateStream()
-        arrived = self._reader.generate(
-            request, call, now, client_key=ANYONE, arrived_at_unix_s=time.time(), sink=stream
+    def _prepare(self, data: bytes, call: Call, now: float) -> RequestArrived:
+        return self._reader.generate(
+            decode(gateway_pb2.GenerateRequest, data),
+            call,
+            now,
+            client_key=ANYONE,
+            arrived_at_unix_s=time.time(),
+            sink=GenerateStream(),
         )
-        await serve_request(self._driver, arrived, stream, call, context)
 
     async def generate_many(
         self, requests: AsyncIterator[gateway_pb2.GenerateManyRequest], context: RpcContext

@@ -1,6 +1,7 @@
 """GenerateMany: many requests over one bidirectional stream.
 
-One task reads instructions, the handler itself writes. Everything is bounded: live requests by
+One task reads instructions, the handler itself writes; on our own transport nobody needs to be woken for that: what the
+driver flushes in one loop turn is pushed as one message in the next one. Everything is bounded: live requests by
 `limits.max_streams_per_connection`, unsent refusals by a constant at which reading pauses, and unsent tokens by the
 core, per sequence, as for any other sink. A stream that stands still, or has nothing live for long, is ended.
 """
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.refusals import ended_by
 from gateway.core.request import Request, Sequence
-from gateway.edges.grpc_context import RpcContext
+from gateway.edges.grpc_context import Outlet, RpcContext, outlet_of
 from gateway.edges.grpc_encode import FULL_MESSAGE_BYTES, encode_head, encode_many, encode_output
 from gateway.edges.grpc_request import Call, RequestReader
+from gateway.edges.grpc_sink import StreamSink
 from gateway.edges.grpc_status import to_status
-from gateway.edges.grpc_stream import StreamSink
 from gateway.v1 import gateway_pb2
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ class ManyStream(StreamSink):
         self._has_room = asyncio.Event()
         self._is_reading = True
         self._failure: GatewayError | None = None
+        self._outlet: Outlet | None = None
+        self._is_push_due = False
+        self._defect: Exception | None = None
 
     async def serve(self, requests: AsyncIterator[gateway_pb2.GenerateManyRequest], context: RpcContext) -> None:
         """Run the stream to its end. Whatever is still live when it ends early is cancelled."""
@@ -67,10 +71,11 @@ class ManyStream(StreamSink):
         context.accepted(self)
         # No task group: what the transport raises must reach the caller as it is.
         reading = asyncio.create_task(self._read(requests, call))
-        reading.add_done_callback(lambda _: self.wake())
+        reading.add_done_callback(lambda _: self._wake_handler())
         try:
             # At once, for clients that wait for the headers before they send anything.
             await context.send_initial_metadata(())
+            self._outlet = outlet_of(context, self._on_ready)
             await self._write(context, reading)
         finally:
             reading.cancel()
@@ -172,17 +177,68 @@ class ManyStream(StreamSink):
 
     async def _write(self, context: RpcContext, reading: "asyncio.Task[None]") -> None:
         while True:
-            while self.pending or self._refusals or self._rest:
-                message = self._next_message()
-                if message:
-                    self.writes += 1
-                    await context.write(message)
-                    self.writes += 1
+            if self._outlet is None:
+                while self.pending or self._refusals or self._rest:
+                    message = self._next_message()
+                    if message:
+                        self.mark(is_under_way=True)
+                        await context.write(message)
+                        self.mark(is_under_way=False)
             if reading.done():
                 reading.result()
-            if not self._is_reading and not self._live:
+            if self._defect is not None:
+                raise self._defect
+            if self._is_over():
                 return
             await self.wait()
+
+    def _is_over(self) -> bool:
+        """Whether everything has been asked for, and taken."""
+        if self._is_reading or self._live or self.pending or self._refusals or self._rest:
+            return False
+        return self._outlet is None or self._outlet.is_ready
+
+    def wake(self) -> None:
+        """There is something to send, or the stream may be over."""
+        if self._outlet is None:
+            self._wake_handler()
+        elif not self._is_push_due:
+            self._is_push_due = True
+            asyncio.get_running_loop().call_soon(self._push)
+
+    def _wake_handler(self) -> None:
+        super().wake()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        super().close()
+        self._outlet = None
+
+    def _on_ready(self) -> None:
+        self.mark(is_under_way=False)
+        self.wake()
+
+    def _push(self) -> None:
+        """One message with all that waits. What it can't hold follows in the next turn, when the transport has seen it."""
+        self._is_push_due = False
+        outlet = self._outlet
+        if outlet is None:
+            return
+        try:
+            if outlet.is_ready and (self.pending or self._refusals or self._rest):
+                message = self._next_message()
+                if message:
+                    outlet.push(message)
+        except Exception as error:  # noqa: BLE001 - raised where the call is answered
+            self._defect = error
+            self._wake_handler()
+            return
+        if not outlet.is_ready:
+            self.mark(is_under_way=True)
+        elif self.pending or self._refusals or self._rest:
+            self.wake()
+        elif not self._is_reading and not self._live:
+            self._wake_handler()
 
     def _next_message(self) -> bytes:
         pending, heads = self.pending, self._heads

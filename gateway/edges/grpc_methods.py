@@ -7,7 +7,7 @@ log entry for defects.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import grpc
 import msgspec
@@ -16,8 +16,11 @@ from google.protobuf.message import DecodeError, Message
 
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
-from gateway.edges.grpc_context import RpcContext
-from gateway.edges.grpc_status import abort_with
+from gateway.edges.grpc_context import DirectCall, RpcContext
+from gateway.edges.grpc_status import abort_with, defect_of
+
+if TYPE_CHECKING:
+    from gateway.edges.grpc_gate import CallGate
 
 _log = structlog.get_logger("gateway.grpc")
 
@@ -28,12 +31,14 @@ ResultT = TypeVar("ResultT")
 class Method(msgspec.Struct, frozen=True):
     """One RPC. `call` takes bytes (bidi: an async iterator of bytes) and a context.
 
-    A unary call returns its response as bytes; the others write theirs through the context.
+    A unary call returns its response as bytes; the others write theirs through the context. `direct`, for the gate that
+    the method gets, is the same without a task, for transports that can do with that.
     """
 
     name: str
     kind: Literal["unary", "server_stream", "bidi"]
     call: Callable[[Any, RpcContext], Awaitable[Any]]
+    direct: Callable[["CallGate"], Callable[[bytes, DirectCall], None]] | None = None
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -70,10 +75,20 @@ def server_stream(
     async def run(data: bytes, context: RpcContext) -> None:
         await handler(decode(request_type, data), context)
 
+    return raw_stream(name, run)
+
+
+def raw_stream(
+    name: str,
+    run: Callable[[bytes, RpcContext], Awaitable[None]],
+    direct: Callable[["CallGate"], Callable[[bytes, DirectCall], None]] | None = None,
+) -> Method:
+    """The same with a handler that decodes its request itself."""
+
     async def call(data: bytes, context: RpcContext) -> None:
         await _guard(name, run(data, context), context)
 
-    return Method(name, "server_stream", call)
+    return Method(name, "server_stream", call, direct)
 
 
 def bidi(
@@ -95,13 +110,11 @@ def bidi(
 
 def decode(request_type: type[RequestT], data: bytes) -> RequestT:
     """Parse one message; `GatewayError` INVALID_REQUEST when it is not one."""
-    request = request_type()
     try:
-        request.ParseFromString(data)
+        return request_type.FromString(data)
     except DecodeError:
         full_name = request_type.DESCRIPTOR.full_name
         raise GatewayError(Reason.INVALID_REQUEST, f"the request is not a valid {full_name} message") from None
-    return request
 
 
 async def _guard(name: str, work: Awaitable[ResultT], context: RpcContext) -> ResultT:
@@ -122,5 +135,4 @@ async def _answer(name: str, work: Awaitable[ResultT], context: RpcContext) -> R
         raise
     except Exception:  # noqa: BLE001 - the last line of defence: a defect must not kill other calls
         _log.exception("rpc_failed", rpc=name)
-        defect = GatewayError(Reason.INTERNAL, f"{name} failed inside the gateway; its log has the details")
-        await abort_with(context, defect)
+        await abort_with(context, defect_of(name))

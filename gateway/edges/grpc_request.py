@@ -16,6 +16,7 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
 from gateway.core.validation import invalid, prompt_too_long
 from gateway.edges.grpc_context import Metadata, RpcContext
+from gateway.edges.grpc_memo import keep
 from gateway.types import Sampling
 from gateway.v1 import gateway_pb2
 
@@ -36,10 +37,9 @@ MAX_SESSION_ID_BYTES = 256
 
 _CALL_KEYS = frozenset((REQUEST_ID_KEY, RANK_PIN_KEY, TENANT_KEY, CACHE_SALT_KEY, QUEUE_TIMEOUT_KEY))
 # The client's own deadline fires a little before the one that its call carried to the server.
-_DEADLINE_SLACK_S = 0.02
+DEADLINE_SLACK_S = 0.02
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,10}")
-_PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]*")
 # As a name in the configuration: every tenant that is let in can be given settings of its own there.
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -59,8 +59,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     def early_end(self, now: float) -> Reason:
         """Why a handler that is told to stop has to: the deadline, or the client left."""
-        is_late = self.deadline_at is not None and now >= self.deadline_at - _DEADLINE_SLACK_S
+        is_late = self.deadline_at is not None and now >= self.deadline_at - DEADLINE_SLACK_S
         return Reason.DEADLINE_EXCEEDED if is_late else Reason.CANCELLED
+
+
+_PLAIN = Call()
+# No request says this: it stands for an absent one until the room for it is known.
+NO_MAX_TOKENS = -1
 
 
 class RequestReader:
@@ -70,6 +75,7 @@ class RequestReader:
         self.configure(config)
         self._id_prefix = f"rg-{secrets.token_hex(6)}-"
         self._id_numbers = itertools.count(1)
+        self._samplings: dict[bytes, tuple[Sampling, int]] = {}
 
     def configure(self, config: Config) -> None:
         """Go by this configuration from the next call on."""
@@ -79,23 +85,26 @@ class RequestReader:
         self._rank_count = sum(group.ranks for group in config.groups)
 
     def call(self, context: RpcContext, now: float) -> Call:
-        """Read metadata and deadline. `now` is in seconds of the driver's clock.
+        """Read metadata and deadline. `now` is in seconds of the driver's clock. Raises as `headers` does."""
+        call = self.headers(context.invocation_metadata())
+        remaining_s = context.time_remaining()
+        return call if remaining_s is None else msgspec.structs.replace(call, deadline_at=now + remaining_s)
+
+    def headers(self, metadata: Metadata | None) -> Call:
+        """Read metadata alone.
 
         Raises INVALID_RANK for a bad pin, INVALID_REQUEST with the key as its field for other bad values.
         """
-        remaining_s = context.time_remaining()
-        deadline_at = None if remaining_s is None else now + remaining_s
         # One pass: most calls carry none of these keys, and pay for no more than that.
-        ours = [pair for pair in context.invocation_metadata() or () if pair[0] in _CALL_KEYS]
+        ours = [pair for pair in metadata or () if pair[0] in _CALL_KEYS]
         if not ours:
-            return Call(deadline_at=deadline_at)
+            return _PLAIN
         first = {name: value for name, value in reversed(ours) if isinstance(value, str)}
         if len(first) < len(ours):
             self._check_repeated(ours)
         return Call(
             request_id=first.get(REQUEST_ID_KEY),
             pinned_rank=self._pin(first.get(RANK_PIN_KEY)),
-            deadline_at=deadline_at,
             tenant=_tenant(first.get(TENANT_KEY)),
             cache_salt=_cache_salt(first.get(CACHE_SALT_KEY)),
             queue_timeout_s=_queue_timeout_s(first.get(QUEUE_TIMEOUT_KEY)),
@@ -106,17 +115,19 @@ class RequestReader:
         request_id = given or call.request_id
         if not request_id:
             return f"{self._id_prefix}{next(self._id_numbers)}"
-        if _PRINTABLE_ASCII.fullmatch(request_id) is None or request_id != request_id.strip():
+        if not (request_id.isascii() and request_id.isprintable()) or request_id != request_id.strip():
             raise invalid("request_id", "must be printable ASCII without spaces at its ends")
         return request_id
 
     def pin(self, field: int | None, call: Call) -> int | None:
         """The pin of the request and of the call's metadata, which must agree."""
-        if field is not None and call.pinned_rank is not None and field != call.pinned_rank:
+        if call.pinned_rank is None or field == call.pinned_rank:
+            return field
+        if field is not None:
             raise self._invalid_rank(
                 f"data_parallel_rank {field} and {RANK_PIN_KEY} {call.pinned_rank} disagree; send one of them", field
             )
-        return call.pinned_rank if field is None else field
+        return call.pinned_rank
 
     def prompt(self, token_ids: Any) -> list[int]:
         """A copy of a message's repeated field. Raises PROMPT_TOO_LONG before it makes one that is too long."""
@@ -125,12 +136,12 @@ class RequestReader:
         prompt: list[int] = token_ids[:]
         return prompt
 
-    def room(self, prompt_tokens: int) -> int:
-        """How many tokens may follow a prompt where the request doesn't say: what the context and the budgets leave.
+    def with_room(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
+        """Parameters without `max_tokens` for a prompt: what the context and the budgets leave behind it.
 
         At least 1, so that the prompt is at fault.
         """
-        return max(1, self._most_kv_tokens - prompt_tokens)
+        return msgspec.structs.replace(sampling, max_tokens=max(1, self._most_kv_tokens - prompt_tokens))
 
     def deadline_at(self, call: Call, now: float) -> float | None:
         """A request's deadline: its call's, else the default from `now` on."""
@@ -150,7 +161,10 @@ class RequestReader:
     ) -> RequestArrived:
         """Decode a `gateway.v1` request. Raises `GatewayError` for what no event can express."""
         prompt = self.prompt(request.prompt_token_ids)
-        sampling = request.sampling
+        key = request.sampling.SerializeToString()
+        sampling, n = self._samplings.get(key) or self._read_sampling(key, request.sampling)
+        if sampling.max_tokens == NO_MAX_TOKENS:
+            sampling = self.with_room(sampling, len(prompt))
         session_id = request.session_id
         if session_id and len(session_id.encode()) > MAX_SESSION_ID_BYTES:
             raise invalid("session_id", f"longer than {MAX_SESSION_ID_BYTES} bytes")
@@ -158,8 +172,8 @@ class RequestReader:
             client_key=client_key,
             request_id=self.request_id(request.request_id, call),
             prompt_token_ids=prompt,
-            sampling=read_sampling(sampling, self.room(len(prompt))),
-            n=sampling.n if sampling.HasField("n") else 1,
+            sampling=sampling,
+            n=n,
             model=request.model if request.HasField("model") else None,
             pinned_rank=self.pin(_optional(request, "data_parallel_rank"), call),
             priority=request.priority,
@@ -173,6 +187,11 @@ class RequestReader:
             arrived_at_unix_s=arrived_at_unix_s,
             sink=sink,
         )
+
+    def _read_sampling(self, key: bytes, message: gateway_pb2.Sampling) -> tuple[Sampling, int]:
+        read = read_sampling(message, NO_MAX_TOKENS), message.n if message.HasField("n") else 1
+        keep(self._samplings, key, read)
+        return read
 
     def _check_repeated(self, metadata: Metadata) -> None:
         """Repeating a value is fine, contradicting oneself is not. Of request ids the first counts."""

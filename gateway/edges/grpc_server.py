@@ -19,7 +19,8 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.edges import grpc_admin, grpc_gateway, grpc_health, grpc_transport
 from gateway.edges.auth import FAILURES, Authenticator, Failure
 from gateway.edges.grpc_admin import AdminService
-from gateway.edges.grpc_context import RpcContext
+from gateway.edges.grpc_context import Metadata, RpcContext
+from gateway.edges.grpc_direct import HeadFacts
 from gateway.edges.grpc_gate import CallContext, CallGate
 from gateway.edges.grpc_gateway import GatewayService
 from gateway.edges.grpc_health import HealthService
@@ -142,7 +143,7 @@ class GrpcServers:
 
 
 class _Calls(grpc.GenericRpcHandler):
-    """Finds what serves a call. The gRPC library asks when it has the headers and nothing else yet."""
+    """Finds what serves a call. The transport asks when it has the headers and nothing else yet."""
 
     def __init__(
         self,
@@ -155,25 +156,41 @@ class _Calls(grpc.GenericRpcHandler):
         self._handlers = _handlers(services, gate)
         self._open_handlers = _handlers((open_service,), None)
         self._authenticator = authenticator
+        self._tokens = None if authenticator is None else authenticator.tokens
         self._refusals = (
             {} if authenticator is None else {failure: _unauthenticated(authenticator, failure) for failure in FAILURES}
         )
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        method = handler_call_details.method
-        handler = self._open_handlers.get(method)
+    def service(self, handler_call_details: Any) -> Any:
+        """The call's handler, None for a method that is not there."""
+        # Our own transport asks with heads that calls may share: what was found for them then holds for them now.
+        facts: HeadFacts | None = getattr(handler_call_details, "memo", None)
+        credentials = None if self._tokens is None else self._tokens.value
+        if facts is not None and facts.credentials is credentials:
+            return facts.handler
+        handler = self._open_handlers.get(handler_call_details.method)
         if handler is not None:
             return handler
+        metadata = handler_call_details.invocation_metadata
+        refusal = self._refuse(metadata)
+        if refusal is not None:
+            return refusal
+        handler = self._handlers.get(handler_call_details.method)
+        if handler is not None and hasattr(handler_call_details, "memo"):
+            handler_call_details.memo = HeadFacts(handler, credentials)
+        return handler
+
+    def _refuse(self, metadata: Metadata | None) -> Any:
         if self._authenticator is not None:
             # Unknown methods as well: who may not call learns nothing of what there is.
-            failure = self._authenticator.check(handler_call_details.invocation_metadata)
+            failure = self._authenticator.check(metadata)
             if failure is not None:
                 return self._refusals[failure]
         if self._gate is not None:
-            error = self._gate.check_metadata(handler_call_details.invocation_metadata)
+            error = self._gate.check_metadata(metadata)
             if error is not None:
                 return _refusal(error, self._gate)
-        return self._handlers.get(method)
+        return None
 
 
 def _handlers(services: Sequence[Service], gate: CallGate | None) -> dict[str, Any]:
@@ -184,7 +201,12 @@ def _handlers(services: Sequence[Service], gate: CallGate | None) -> dict[str, A
 
 def _handler(method: Method, gate: CallGate | None) -> Any:
     # Without serialisers, as methods take and give bytes.
-    return _BUILDERS[method.kind](method.call if gate is None else gate.open(method))
+    if gate is None:
+        return _BUILDERS[method.kind](method.call)
+    handler: Any = _BUILDERS[method.kind](gate.open(method))
+    if method.direct is not None:
+        handler.direct = method.direct(gate)
+    return handler
 
 
 # Answers to any call are streams: those get their first message only when they ask for it.

@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gateway.core.errors import GatewayError, Reason
 from gateway.edges.grpc_context import Metadata, RpcContext
+from gateway.h2.rpc.status import encode_metadata
 
 DOMAIN = "rankgate"
 STATUS_KEY = "grpc-status-details-bin"
@@ -80,6 +81,19 @@ def to_status(error: GatewayError) -> status_pb2.Status:
     for detail in details:
         status.details.add().Pack(detail)
     return status
+
+
+def encode_status(error: GatewayError, trailing_block: bytes = b"") -> tuple[int, str, bytes]:
+    """The error's code, message and trailing header fields, behind others that are encoded."""
+    status = to_status(error)
+    block = trailing_block + encode_metadata(((STATUS_KEY, status.SerializeToString()),))
+    return status.code, status.message, block
+
+
+def defect_of(rpc: str) -> GatewayError:
+    """What a caller learns of a defect of ours in a method of this name, with or without its service's."""
+    name = rpc.rpartition("/")[2]
+    return GatewayError(Reason.INTERNAL, f"{name} failed inside the gateway; its log has the details")
 
 
 async def abort_with(context: RpcContext, error: GatewayError, trailing_metadata: Metadata = ()) -> NoReturn:

@@ -22,7 +22,7 @@ class StreamWatch:
         self.configure(limits)
         self._hits = hits
         self._clock = clock
-        # What each had written when it was last seen to move, and when that was.
+        # What each had written when it was last seen to move, and when that was. Most end before they are looked at.
         self._seen: dict[Watchable, tuple[int, float]] = {}
 
     def configure(self, limits: Limits) -> None:

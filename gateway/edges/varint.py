@@ -31,4 +31,6 @@ class Memo(dict[int, bytes]):
         return encoded
 
 
-varint = Memo(encode_varint).__getitem__
+VARINTS = Memo(encode_varint)
+"""To be indexed where a call would cost more than the look-up."""
+varint = VARINTS.__getitem__

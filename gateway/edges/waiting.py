@@ -8,6 +8,11 @@ def queue_ms(request: Request) -> float:
 
     0 for one that is still live and undispatched. Must be asked before `Request.unlink`.
     """
-    sent_at = min((sequence.sent_at for sequence in request.sequences if sequence.sent_at is not None), default=None)
-    until = request.ended_at if sent_at is None else sent_at
+    until: float | None = None
+    for sequence in request.sequences:
+        sent_at = sequence.sent_at
+        if sent_at is not None and (until is None or sent_at < until):
+            until = sent_at
+    if until is None:
+        until = request.ended_at
     return 0.0 if until is None else (until - request.accepted_at) * 1e3

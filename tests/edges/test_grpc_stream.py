@@ -10,7 +10,9 @@ from gateway.core.events import RequestArrived
 from gateway.core.request import Attempt, Request
 from gateway.edges.grpc_gateway import GenerateStream
 from gateway.edges.grpc_request import Call
-from gateway.edges.grpc_stream import StreamSink, serve_request, trailing_metadata
+from gateway.edges.grpc_sink import StreamSink
+from gateway.edges.grpc_stream import serve_request
+from gateway.edges.grpc_trailing import trailing_metadata
 from gateway.types import Sampling
 from gateway.v1 import gateway_pb2
 from tests.support.fake_driver import FakeDriver, count_up

@@ -1,5 +1,6 @@
 """The HTTP/2 listener's connection: whatever a client sends, in whatever pieces."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -10,6 +11,7 @@ from gateway.h2.protocol.heads import HeadMemo
 from gateway.h2.protocol.limits import Limits
 from tests.fuzz.mutator import MAX_FRAME_BYTES, Frame, Mutator
 from tests.fuzz.target import Check, Target
+from tests.h2.by_hand import in_steps
 from tests.support import raw_h2 as h2
 
 _PRIORITY, _CONTINUATION, _PADDED, _WITH_PRIORITY = 2, 9, 8, 32
@@ -63,17 +65,21 @@ def _damage_conversation(mutator: Mutator, frame: Frame) -> Frame:
 
 
 def _said(connection: Connection, pieces: Sequence[bytes]) -> "tuple[list[Any], dict[int, bytes], Connection]":
-    """Events but for bodies, which are put together by stream."""
+    """Events by stream, a failure last; and bodies, which are put together by stream.
+
+    What arrives together is one event, so the order of events of different streams depends on the pieces.
+    """
     events: list[Any] = []
     bodies: dict[int, bytes] = {}
     for piece in pieces:
-        for event in connection.receive(piece, 1.0):
+        for event in in_steps(connection.receive(piece, 1.0)):
             if isinstance(event, DataReceived):
                 bodies[event.stream.number] = bodies.get(event.stream.number, b"") + event.data
             else:
                 stream = getattr(event, "stream", None)
                 events.append((type(event).__name__, stream and stream.number, getattr(event, "code", None)))
         assert len(connection.streams) <= _LIMITS.max_streams
+    events.sort(key=lambda event: event[1] or math.inf)
     return events, bodies, connection
 
 

@@ -56,6 +56,23 @@ def message(payload: bytes, *, is_compressed: bool = False) -> bytes:
     return bytes((is_compressed,)) + len(payload).to_bytes(4) + payload
 
 
+def in_steps(events: list[Event]) -> list[Event]:
+    """The same with an event of its own for each thing that the client has said."""
+    steps: list[Event] = []
+    for event in events:
+        if isinstance(event, RequestStarted):
+            steps.append(RequestStarted(event.stream, event.head, event.timeout))
+            if event.data:
+                steps.append(DataReceived(event.stream, event.data))
+            if event.is_ended:
+                steps.append(RequestEnded(event.stream))
+        elif isinstance(event, DataReceived) and event.is_last:
+            steps += (DataReceived(event.stream, event.data), RequestEnded(event.stream))
+        else:
+            steps.append(event)
+    return steps
+
+
 class Peer:
     """A client joined to a `Connection`. What comes back is kept in `frames` and `events` until it is taken."""
 
@@ -76,7 +93,7 @@ class Peer:
 
     def send(self, *data: bytes) -> "Peer":
         """Let the connection read, in one go."""
-        self.events += self.connection.receive(b"".join(data), self.now)
+        self.events += in_steps(self.connection.receive(b"".join(data), self.now))
         self.take()
         return self
 

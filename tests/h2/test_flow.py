@@ -167,7 +167,7 @@ def test_a_reset_stream_holds_nothing():
     stream = peer.stream(1)
     peer.connection.send_data(stream, bytes(1000))
     peer.send(frame(RST_STREAM, 0, 1, (8).to_bytes(4)))
-    assert (len(stream.backlog), stream.trailers, peer.connection.out._turns) == (0, None, {})
+    assert (len(stream.backlog), stream.trailers, peer.connection.out.turns) == (0, None, {})
     peer.connection.send_data(stream, b"x")
     peer.connection.send_trailers(stream, TRAILERS)
     peer.frames.clear()

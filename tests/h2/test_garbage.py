@@ -45,8 +45,11 @@ class Echo(grpc.GenericRpcHandler):
             "/t/Push": grpc.unary_stream_rpc_method_handler(self.push),
             "/t/Abort": grpc.unary_unary_rpc_method_handler(self.abort),
             "/t/Wait": grpc.unary_stream_rpc_method_handler(self.wait),
+            "/t/Direct": grpc.unary_stream_rpc_method_handler(None),
             "/t/Both": grpc.stream_stream_rpc_method_handler(self.both),
         }
+
+        self.handlers["/t/Direct"].direct = self.direct
 
     def service(self, details):
         return self.handlers.get(details.method)
@@ -58,6 +61,12 @@ class Echo(grpc.GenericRpcHandler):
         outlet = context.outlet(lambda: None)
         for _ in range(3):
             outlet.push(request)
+
+    def direct(self, request, call):
+        call.on_ready = lambda: call
+        call.on_closed = lambda _: call
+        call.push(request)
+        call.finish(0)
 
     async def abort(self, request, context):
         await context.abort(grpc.StatusCode.NOT_FOUND, "no")
@@ -75,7 +84,7 @@ def head(path, *more):
     return encode_fields([(b":path", path.encode()), *fields, *more])
 
 
-@pytest.mark.parametrize("name", ["Echo", "Push", "Abort", "Wait", "Both", "None", "late", "deadline"])
+@pytest.mark.parametrize("name", ["Echo", "Push", "Direct", "Abort", "Wait", "Both", "None", "late", "deadline"])
 async def test_nothing_is_left(name):
     server = Server(limits=Limits(), max_message_bytes=1000)
     server.add_generic_rpc_handlers((Echo(),))

@@ -130,12 +130,12 @@ def test_requests_with_the_same_block_share_what_was_read_of_it_unless_it_holds_
     assert heads[1] is heads[2]
     assert heads[3] is not heads[4]
     assert heads[3].fields == heads[4].fields
-    assert b"secret" not in repr((peer.memo.fields, peer.memo._heads)).encode()
+    assert b"secret" not in repr((peer.memo.fields, peer.memo.heads, peer.memo._rests)).encode()
 
 
 def test_the_shared_heads_are_bounded():
     peer = Peer(max_streams=10_000)
     for number in range(2_500):
         peer.request(*FIELDS, ("x-request-id", f"r{number}"), is_end=True)
-        assert len(peer.memo._heads) <= 1024
+        assert len(peer.memo.heads) <= 1024
     assert len(peer.started()) == 2_500

@@ -21,6 +21,7 @@ from gateway.edges.grpc_engine import engine_service
 from gateway.edges.grpc_server import GrpcServers
 from gateway.types import EngineBatch, EngineLoad, EngineRequest, FinishReason, RankInfo, TokenLogprob
 from tests.support.core import make_config, make_info
+from tests.support.transport import TRANSPORT
 
 PROTOS: dict[str, Any] = {"vllm": vllm_engine_pb2, "tokenspeed": tokenspeed_scheduler_pb2}
 STUBS: dict[str, Any] = {
@@ -94,7 +95,7 @@ class EngineEdge:
     def __init__(
         self, family: str, ranks: int, info: RankInfo | None, join: Iterable[int] | None, **config: Any
     ) -> None:
-        listen = {"grpc": "127.0.0.1:0", "admin": "127.0.0.1:0"}
+        listen = {"grpc": "127.0.0.1:0", "admin": "127.0.0.1:0", "transport": TRANSPORT}
         self.family = family
         self.pb = PROTOS[family]
         self.config = make_config(ranks, family, listen=listen, **config)

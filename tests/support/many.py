@@ -81,9 +81,9 @@ class GatedTransport:
 class Stream:
     """A served stream whose instructions are put in one by one; `None` half-closes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Any = None) -> None:
         self.driver = FakeDriver()
-        self.transport: Any = GatedTransport()
+        self.transport: Any = transport or GatedTransport()
         self.stream = open_stream(self.driver)
         self._instructions: asyncio.Queue[gateway_pb2.GenerateManyRequest | None] = asyncio.Queue()
         self.task = asyncio.create_task(self.stream.serve(self._requests(), self.transport))

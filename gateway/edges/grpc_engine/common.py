@@ -16,20 +16,20 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar, Final, NoReturn
 
 import grpc
-import msgspec
 from google.protobuf.message import Message
 
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
-from gateway.core.request import Request, Sequence
 from gateway.edges.driver import Driver
 from gateway.edges.grpc_context import RpcContext
-from gateway.edges.grpc_engine.encode import Layout, SequenceEncoder
+from gateway.edges.grpc_direct import generate_method
+from gateway.edges.grpc_engine.encode import Layout
 from gateway.edges.grpc_engine.fleet import FleetView, RankLoad
-from gateway.edges.grpc_methods import Method, Service, server_stream, unary
-from gateway.edges.grpc_request import ANYONE, Call, RequestReader
-from gateway.edges.grpc_stream import StreamWriter, serve_request
+from gateway.edges.grpc_engine.writer import EngineWriter, Wanted
+from gateway.edges.grpc_memo import keep
+from gateway.edges.grpc_methods import Method, Service, decode, unary
+from gateway.edges.grpc_request import ANYONE, NO_MAX_TOKENS, Call, RequestReader
 from gateway.types import Sampling
 
 NO_MEDIA = "multimodal input is not supported; send a text-only prompt"
@@ -41,60 +41,8 @@ NO_STOP_STRINGS = "ranks match token ids only; use stop_token_ids, or match stri
 _STREAMS: Final = ("GetTokenizer", "SubscribeKvEvents")
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """A Generate request in neutral terms; ranges are not checked yet."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: Sampling
-    n: int
-    pinned_rank: int | None
-    is_stream: bool
-
-
-class EngineWriter(StreamWriter):
-    """Sends one Generate call's sequences as chunks and completes, or as completes only."""
-
-    def __init__(self, rpc: str, layout: Layout, request_id: str, wanted: Wanted) -> None:
-        super().__init__()
-        self.rpc = rpc
-        self._is_stream = wanted.is_stream
-        self._layout = layout
-        self._request_id = request_id
-        self._prompt_tokens = len(wanted.prompt_token_ids)
-        # Made on first use: `n` is the client's word until the core has checked it.
-        self._encoders: dict[int, SequenceEncoder] = {}
-
-    def encode(self, sequence: Sequence) -> Iterable[bytes]:
-        """New tokens as a chunk; at the finish also the sequence's complete."""
-        token_ids, logprobs = sequence.take()
-        encoder = self._encoder(sequence.index)
-        messages: list[bytes] = []
-        if token_ids:
-            if self._is_stream:
-                messages.append(encoder.chunk(token_ids, logprobs, sequence.cached_tokens))
-            else:
-                encoder.add(token_ids, logprobs)
-        if sequence.finish:
-            messages.append(encoder.complete(sequence.finish, sequence.cached_tokens))
-        return messages
-
-    def farewell(self, request: Request) -> Iterable[bytes] | None:
-        """After an Abort call, a complete of reason "abort" with what it has for each unfinished sequence."""
-        if request.error is None or request.error.reason is not Reason.ABORTED:
-            return None
-        return [
-            self._encoder(sequence.index).complete("abort", sequence.cached_tokens)
-            for sequence in request.sequences
-            if not sequence.finish
-        ]
-
-    def _encoder(self, index: int) -> SequenceEncoder:
-        encoder = self._encoders.get(index)
-        if encoder is None:
-            encoder = SequenceEncoder(self._layout, self._request_id, index, self._prompt_tokens)
-            self._encoders[index] = encoder
-        return encoder
+Options = tuple[Sampling, int, int | None, bool]
+"""Of a `Wanted` all but the request id and the prompt."""
 
 
 class EngineService(ABC):
@@ -120,11 +68,15 @@ class EngineService(ABC):
         self.fleet = FleetView(config, driver)
         self._driver = driver
         self._reader = RequestReader(config)
+        self._options: dict[bytes, Options] = {}
         self._rpc = f"{self.service_name}/Generate"
 
     @abstractmethod
-    def sampling(self, request: Any, room: int) -> Sampling:
-        """The sampling parameters of a Generate request with `room` tokens left; refuses what is set but unsupported."""
+    def sampling(self, request: Any) -> Sampling:
+        """The sampling parameters of a Generate request, NO_MAX_TOKENS for absent ones; refuses what is unsupported.
+
+        Nothing but the message may make a difference, and not its request id or prompt: the answer is remembered.
+        """
 
     @abstractmethod
     def aborted_ids(self, request: Any) -> Iterable[str]:
@@ -150,7 +102,7 @@ class EngineService(ABC):
         """The service as a table of methods."""
         pb = self.messages
         methods = (
-            server_stream("Generate", pb.GenerateRequest, self._generate),
+            generate_method(self._driver, self._reader, self._prepare),
             unary("HealthCheck", pb.HealthCheckRequest, self._health_check),
             unary("Abort", pb.AbortRequest, self._abort),
             unary("GetModelInfo", pb.GetModelInfoRequest, self._get_model_info),
@@ -161,16 +113,24 @@ class EngineService(ABC):
         return Service(self.service_name, methods, self._reader.configure)
 
     def read(self, request: Any) -> Wanted:
-        """A Generate request in neutral terms; refuses what is set but unsupported."""
-        prompt = self._reader.prompt(request.tokenized.input_ids)
-        return Wanted(
-            request_id=request.request_id,
-            prompt_token_ids=prompt,
-            sampling=self.sampling(request, self._reader.room(len(prompt))),
-            n=request.sampling_params.n or 1,
-            pinned_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
-            is_stream=request.stream,
-        )
+        """A Generate request in neutral terms; refuses what is set but unsupported. Takes the message apart."""
+        reader = self._reader
+        request_id: str = request.request_id
+        prompt = reader.prompt(request.tokenized.input_ids)
+        request.ClearField("request_id")
+        request.ClearField("tokenized")
+        # Whoever sends many requests sends the rest of them again and again.
+        key = request.SerializeToString()
+        sampling, n, pinned_rank, is_stream = self._options.get(key) or self._read_options(key, request)
+        if sampling.max_tokens == NO_MAX_TOKENS:
+            sampling = reader.with_room(sampling, len(prompt))
+        return Wanted(request_id, prompt, sampling, n, pinned_rank, is_stream)
+
+    def _read_options(self, key: bytes, request: Any) -> Options:
+        pinned_rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
+        options = self.sampling(request), request.sampling_params.n or 1, pinned_rank, request.stream
+        keep(self._options, key, options)
+        return options
 
     def model_facts(self) -> dict[str, Any]:
         """What both families say of the model, by field."""
@@ -185,29 +145,23 @@ class EngineService(ABC):
             "eos_token_ids": model.eos_token_ids,
         }
 
-    async def _generate(self, message: Any, context: RpcContext) -> None:
-        """Errors and cancellation leave as exceptions; nothing stays live behind them."""
-        call = self._reader.call(context, self._driver.clock())
-        wanted = self.read(message)
-        request_id = self._reader.request_id(wanted.request_id, call)
-        writer = EngineWriter(self._rpc, self.layout, request_id, wanted)
-        arrived = self._arrived(wanted, request_id, call, writer)
-        await serve_request(self._driver, arrived, writer, call, context)
-
-    def _arrived(self, wanted: Wanted, request_id: str, call: Call, writer: EngineWriter) -> RequestArrived:
+    def _prepare(self, data: bytes, call: Call, now: float) -> RequestArrived:
+        reader = self._reader
+        wanted = self.read(decode(self.messages.GenerateRequest, data))
+        request_id = reader.request_id(wanted.request_id, call)
         return RequestArrived(
             client_key=ANYONE,
             request_id=request_id,
             prompt_token_ids=wanted.prompt_token_ids,
             sampling=wanted.sampling,
             n=wanted.n,
-            pinned_rank=self._reader.pin(wanted.pinned_rank, call),
-            deadline_at=self._reader.deadline_at(call, self._driver.clock()),
+            pinned_rank=reader.pin(wanted.pinned_rank, call),
+            deadline_at=reader.deadline_at(call, now),
             tenant=call.tenant,
             cache_salt=call.cache_salt,
             queue_timeout_s=call.queue_timeout_s,
             arrived_at_unix_s=time.time(),
-            sink=writer,
+            sink=EngineWriter(self._rpc, self.layout, request_id, wanted),
         )
 
     async def _abort(self, message: Message, _context: RpcContext) -> Message:

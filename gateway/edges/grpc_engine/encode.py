@@ -11,9 +11,10 @@ the bytes that it already sent instead of the ids.
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from typing import NamedTuple
 
-from gateway.edges.varint import varint
+from gateway.edges.varint import VARINTS, Memo, varint
 from gateway.types import TokenLogprob
 
 
@@ -41,82 +42,128 @@ def _tagged(number: int, payload: bytes | bytearray) -> bytes:
     return b"".join((b"%c" % (number << 3 | 2), varint(len(payload)), payload)) if payload else b""
 
 
+_FINISH = {reason: _tagged(2, reason.encode()) for reason in ("", "stop", "length", "abort", "error")}
+
+
 def _number(number: int, value: int) -> bytes:
     """A varint field. 0 is left out, as proto3 does."""
     return b"%c%b" % (number << 3, varint(value)) if value else b""
 
 
+class _Frame(NamedTuple):
+    """What every message of a sequence with one index begins and ends with, up to the request id."""
+
+    chunk_tag: bytes
+    chunk_end: bytes
+    complete_tag: bytes
+    complete_end: bytes
+
+
+@lru_cache(1024)
+def _frame(layout: Layout, index: int) -> _Frame:
+    return _Frame(
+        b"%c" % (layout.chunk << 3 | 2),
+        _number(layout.chunk_index, index),
+        b"%c" % (layout.complete << 3 | 2),
+        _number(layout.complete_index, index),
+    )
+
+
+def _first_field(token_id: int) -> bytes:
+    return _tagged(1, varint(token_id))
+
+
+ONE_TOKEN = Memo(_first_field)
+"""By token id: the field of token ids of a message with just one."""
+
+
 class SequenceEncoder:
-    """Writes one sequence's messages, and remembers what the final one must repeat."""
+    """Writes one sequence's messages, and remembers what the final one must repeat.
+
+    Without log probabilities a chunk with one token is `chunk_tag`, the length of the rest, `ONE_TOKEN`, `chunk_middle`,
+    the new count of `completed`, and what `chunk_end` says. Writers may do that by themselves.
+    """
 
     __slots__ = (
         "_chunk_end",
-        "_chunk_middle",
-        "_chunk_tag",
         "_complete_end",
         "_complete_tag",
-        "_completion_tokens",
         "_floats",
         "_has_logprobs",
-        "_ids",
         "_prompt_tokens",
         "_tops",
+        "cached_tokens",
+        "chunk_end",
+        "chunk_middle",
+        "chunk_tag",
+        "completed",
+        "ids",
     )
 
     def __init__(self, layout: Layout, request_id: str, index: int, prompt_tokens: int) -> None:
-        head = b"" if layout.request_id is None else _tagged(layout.request_id, request_id.encode())
-        self._chunk_tag = head + b"%c" % (layout.chunk << 3 | 2)
-        self._complete_tag = head + b"%c" % (layout.complete << 3 | 2)
-        self._chunk_end = _number(layout.chunk_index, index)
-        self._complete_end = _number(layout.complete_index, index)
+        self.chunk_tag, self.chunk_end, self._complete_tag, self._complete_end = _frame(layout, index)
+        if layout.request_id is not None:
+            head = _tagged(layout.request_id, request_id.encode())
+            self.chunk_tag = head + self.chunk_tag
+            self._complete_tag = head + self._complete_tag
+        self._chunk_end = self.chunk_end
         self._prompt_tokens = prompt_tokens
         # From the prompt's count up to the tag of the completion's count.
-        self._chunk_middle = _number(2, prompt_tokens) + b"\x18"
-        self._completion_tokens = 0
-        self._ids = bytearray()
+        self.chunk_middle = b"\x10" + VARINTS[prompt_tokens] + b"\x18" if prompt_tokens else b"\x18"
+        self.cached_tokens = 0
+        self.completed = 0
+        self.ids = bytearray()
         self._has_logprobs = False
-        self._floats = bytearray()
-        self._tops = bytearray()
 
     def add(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None) -> None:
         """Remember new tokens for the final message without making a chunk of them."""
-        self._ids += pack(token_ids)
-        self._completion_tokens += len(token_ids)
+        self.ids += pack(token_ids)
+        self.completed += len(token_ids)
         if logprobs is not None:
             self._remember(*_logprob_parts(logprobs))
 
     def chunk(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None, cached_tokens: int) -> bytes:
         """A `GenerateStreamChunk` response with new tokens (at least one); `completion_tokens` is cumulative."""
-        ids = varint(token_ids[0]) if len(token_ids) == 1 else pack(token_ids)
-        self._ids += ids
-        self._completion_tokens = completed = self._completion_tokens + len(token_ids)
-        body = b"\x0a" + varint(len(ids)) + ids + self._chunk_middle + varint(completed)
-        if cached_tokens:
-            body += _number(4, cached_tokens)
-        if logprobs is not None:
+        if cached_tokens != self.cached_tokens:
+            self.note_cached(cached_tokens)
+        ids = b"".join(map(varint, token_ids))
+        self.ids += ids
+        self.completed = completed = self.completed + len(token_ids)
+        body = b"\x0a" + VARINTS[len(ids)] + ids + self.chunk_middle + VARINTS[completed]
+        if logprobs is None:
+            body += self.chunk_end
+        else:
             floats, tops = _logprob_parts(logprobs)
             self._remember(floats, tops)
-            body += _tagged(5, _logprobs(ids, floats, tops))
-        body += self._chunk_end
-        return self._chunk_tag + varint(len(body)) + body
+            body += _number(4, cached_tokens) + _tagged(5, _logprobs(ids, floats, tops)) + self._chunk_end
+        return self.chunk_tag + VARINTS[len(body)] + body
+
+    def note_cached(self, cached_tokens: int) -> None:
+        """So many of the prompt's tokens came from the rank's cache: `chunk_end` says so from here on."""
+        self.cached_tokens = cached_tokens
+        self.chunk_end = _number(4, cached_tokens) + self._chunk_end
 
     def complete(self, finish_reason: str, cached_tokens: int) -> bytes:
         """The `GenerateComplete` response: everything that was generated, and why it ended."""
-        body = b"".join(
-            (
-                _tagged(1, self._ids),
-                _tagged(2, finish_reason.encode()),
-                _number(3, self._prompt_tokens),
-                _number(4, self._completion_tokens),
-                _number(5, cached_tokens),
-                _tagged(6, _logprobs(self._ids, self._floats, self._tops)) if self._has_logprobs else b"",
-                self._complete_end,
-            )
-        )
-        return self._complete_tag + varint(len(body)) + body
+        ids, completed, prompt_tokens = self.ids, self.completed, self._prompt_tokens
+        body = _FINISH[finish_reason]
+        if ids:
+            body = b"\x0a" + VARINTS[len(ids)] + bytes(ids) + body
+        if prompt_tokens:
+            body += b"\x18" + VARINTS[prompt_tokens]
+        if completed:
+            body += b"\x20" + VARINTS[completed]
+        if cached_tokens:
+            body += b"\x28" + VARINTS[cached_tokens]
+        if self._has_logprobs:
+            body += _tagged(6, _logprobs(ids, self._floats, self._tops))
+        body += self._complete_end
+        return self._complete_tag + VARINTS[len(body)] + body
 
     def _remember(self, floats: bytes, tops: bytes) -> None:
-        self._has_logprobs = True
+        if not self._has_logprobs:
+            self._has_logprobs = True
+            self._floats, self._tops = bytearray(), bytearray()
         self._floats += floats
         self._tops += tops
 

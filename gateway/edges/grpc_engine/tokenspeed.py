@@ -12,6 +12,7 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.edges.grpc_engine.common import NO_GRAMMAR, NO_MEDIA, NO_PD, NO_STOP_STRINGS, EngineService, refuse
 from gateway.edges.grpc_engine.encode import TOKENSPEED
 from gateway.edges.grpc_engine.fleet import RankLoad
+from gateway.edges.grpc_request import NO_MAX_TOKENS
 from gateway.types import Sampling
 
 UNSUPPORTED_REQUEST = {
@@ -45,7 +46,7 @@ class TokenSpeedService(EngineService):
     service_name = "tokenspeed.grpc.scheduler.TokenSpeedScheduler"
     messages: ClassVar[Any] = pb
 
-    def sampling(self, request: Any, room: int) -> Sampling:
+    def sampling(self, request: Any) -> Sampling:
         """The sampling parameters of a `GenerateRequest`."""
         refuse(request, UNSUPPORTED_REQUEST)
         refuse(request.sampling_params, UNSUPPORTED_SAMPLING, "sampling_params.")
@@ -55,7 +56,7 @@ class TokenSpeedService(EngineService):
                 "logprob_start_len: log probabilities of the prompt are not available; leave it unset or send -1",
                 field="logprob_start_len",
             )
-        return _sampling(request, room)
+        return _sampling(request)
 
     def aborted_ids(self, request: Any) -> Iterable[str]:
         """The one id of an `AbortRequest`."""
@@ -100,7 +101,7 @@ class TokenSpeedService(EngineService):
         return pb.GetLoadsResponse(aggregate=aggregate, **common)
 
 
-def _sampling(request: Any, room: int) -> Sampling:
+def _sampling(request: Any) -> Sampling:
     """Optional scalars: absent means the API's default, an explicit 0 is the client's 0."""
     params = request.sampling_params
 
@@ -108,7 +109,7 @@ def _sampling(request: Any, room: int) -> Sampling:
         return getattr(params, field) if params.HasField(field) else default
 
     return Sampling(
-        max_tokens=get("max_new_tokens", room),
+        max_tokens=get("max_new_tokens", NO_MAX_TOKENS),
         temperature=get("temperature", 1.0),
         top_p=get("top_p", 1.0),
         top_k=get("top_k", -1),

@@ -9,6 +9,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from gateway.edges.grpc_engine.common import NO_GRAMMAR, NO_MEDIA, NO_PD, NO_STOP_STRINGS, EngineService, refuse
 from gateway.edges.grpc_engine.encode import VLLM
 from gateway.edges.grpc_engine.fleet import RankLoad
+from gateway.edges.grpc_request import NO_MAX_TOKENS
 from gateway.types import Sampling
 
 UNSUPPORTED_REQUEST = {
@@ -48,11 +49,11 @@ class VllmService(EngineService):
     messages: ClassVar[Any] = pb
     unimplemented: ClassVar[dict[str, str]] = EngineService.unimplemented | {"Embed": "it serves generation only"}
 
-    def sampling(self, request: Any, room: int) -> Sampling:
+    def sampling(self, request: Any) -> Sampling:
         """The sampling parameters of a `GenerateRequest`."""
         refuse(request, UNSUPPORTED_REQUEST)
         refuse(request.sampling_params, UNSUPPORTED_SAMPLING, "sampling_params.")
-        return _sampling(request.sampling_params, room)
+        return _sampling(request.sampling_params)
 
     def aborted_ids(self, request: Any) -> Iterable[str]:
         """The ids of an `AbortRequest`."""
@@ -84,10 +85,10 @@ class VllmService(EngineService):
         return pb.GetLoadsResponse(**common)
 
 
-def _sampling(params: Any, room: int) -> Sampling:
+def _sampling(params: Any) -> Sampling:
     """Plain scalars: 0 is what an unset field reads as, so it means the API's default."""
     return Sampling(
-        max_tokens=params.max_tokens if params.HasField("max_tokens") else room,
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else NO_MAX_TOKENS,
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         top_p=params.top_p or 1.0,
         top_k=params.top_k or -1,

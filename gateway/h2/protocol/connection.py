@@ -4,17 +4,17 @@ Nothing here raises at its caller: a peer that breaks a rule of the connection i
 as `ConnectionFailed`, one that breaks a rule of a stream with a RST_STREAM and `StreamReset`.
 """
 
-from collections.abc import Callable
-
 from gateway.h2.protocol import frames
 from gateway.h2.protocol.errors import ErrorCode, Http2ConnectionError, Http2StreamError
 from gateway.h2.protocol.events import ConnectionFailed, Event, StreamDrained, StreamReset
+from gateway.h2.protocol.frames import HEAD_BYTES, MAX_FRAME_BYTES, MAX_STREAM_ID, TRAILERS_HEADS, unpack_head
 from gateway.h2.protocol.heads import HeadMemo
 from gateway.h2.protocol.inbound import Inbound
 from gateway.h2.protocol.limits import Budgets, Limits
 from gateway.h2.protocol.outbound import Outbound
 from gateway.h2.protocol.reader import FrameReader, check_shape
 from gateway.h2.protocol.settings import DEFAULT_WINDOW_BYTES
+from gateway.h2.protocol.shortcuts import Shortcuts
 from gateway.h2.protocol.streams import Stream
 from gateway.h2.protocol.timers import Timers
 
@@ -34,8 +34,13 @@ class Connection:
         self.out = Outbound(limits, self._budgets)
         self.inbound = Inbound(self.out, limits, self.timers, self._budgets, memo)
         self._reader = FrameReader()
+        shortcuts = Shortcuts(self.inbound, self.out, limits, self._budgets, memo)
+        self._takers = shortcuts.by_kind()
+        self._fresh = shortcuts.fresh
         self._is_draining = False
         self.is_failed = False
+        # There are no new streams any more: `is_done` is true, or will be.
+        self.is_ending = False
         self.out.control(frames.settings(self.inbound.own_settings()))
         more = limits.connection_window_bytes - DEFAULT_WINDOW_BYTES
         if more > 0:
@@ -56,42 +61,65 @@ class Connection:
         if self.is_failed:
             return []
         self.timers.heard_at = now
-        return self._run(lambda: self._read(data, now))
+        try:
+            self._read(data, now)
+        except Http2ConnectionError as fault:
+            self._fail(fault)
+        self._fresh.clear()
+        return self._take_events()
 
     def check(self, now: float) -> list[Event]:
         """Look at the clock: time-outs, keepalive, age. To be called about once a second."""
-        return [] if self.is_failed else self._run(lambda: self._check(now))
-
-    def _run(self, work: Callable[[], None]) -> list[Event]:
+        if self.is_failed:
+            return []
         try:
-            work()
-            self._settle()
+            self._check(now)
         except Http2ConnectionError as fault:
             self._fail(fault)
         return self._take_events()
 
     def _read(self, data: bytes, now: float) -> None:
-        reader, inbound, out = self._reader, self.inbound, self.out
-        count = 0
-        for kind, flags, number, payload in reader.read(data):
-            count += 1
-            inbound.check_order(kind, flags, number)
-            try:
-                check_shape(kind, number, payload)
-                if kind == frames.PING:
-                    self._on_ping(flags, payload, now)
-                else:
-                    inbound.on_frame(kind, flags, number, payload, now)
-            except Http2StreamError as error:
-                self._reset(error, now)
-            if out.ended:
-                self._settle()
-        self._check_flood()
-        timers = self.timers
-        if reader.is_empty and not inbound.has_open_block:
-            timers.incomplete_since = None
-        elif count or timers.incomplete_since is None:
-            timers.incomplete_since = now
+        reader, take_by_kind = self._reader, self._takers
+        if reader.rest:
+            data, reader.rest = reader.rest + data, b""
+        first = at = 0 if reader.has_preface else reader.begin(data)
+        size = len(data)
+        while size - at >= HEAD_BYTES and reader.has_preface:
+            high, low, kind, flags, number = unpack_head(data, at)
+            begin = at + HEAD_BYTES
+            end = begin + (high << 8 | low)
+            if end - begin > MAX_FRAME_BYTES:
+                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "a frame is larger than SETTINGS_MAX_FRAME_SIZE")
+            if end > size:
+                break
+            at, number, payload = end, number & MAX_STREAM_ID, data[begin:end]
+            take = take_by_kind.get(kind)
+            if take is None or not take(flags, number, payload):
+                self._on_frame(kind, flags, number, payload, now)
+        if at < size:
+            reader.rest = data[at:]
+        if self.out.is_paused:
+            self._check_flood()
+        if at < size or self.inbound.block is not None:
+            self.timers.has_part(now, is_another=at > first)
+        else:
+            self.timers.incomplete_since = None
+
+    def _on_frame(self, kind: int, flags: int, number: int, payload: bytes, now: float) -> None:
+        """Any frame, by all the rules."""
+        self._fresh.clear()
+        inbound = self.inbound
+        inbound.check_order(kind, flags, number)
+        try:
+            check_shape(kind, number, payload)
+            if kind == frames.PING:
+                self._on_ping(flags, payload, now)
+            else:
+                inbound.on_frame(kind, flags, number, payload, now)
+        except Http2StreamError as error:
+            self._reset(error, now)
+        if self.out.ended:
+            self._settle()
 
     def _check_flood(self) -> None:
         if self.out.is_flooded:
@@ -137,7 +165,7 @@ class Connection:
             self._finish_draining()
 
     def _finish_draining(self) -> None:
-        self.inbound.is_final = True
+        self.inbound.is_final = self.is_ending = True
         self.out.control(frames.goaway(self.inbound.last_stream_id, ErrorCode.NO_ERROR))
 
     def close(self, message: str) -> list[Event]:
@@ -150,7 +178,8 @@ class Connection:
         """Begin the response; with `is_end` it has neither body nor trailers."""
         if not stream.is_closed:
             self.out.send_headers(stream, block, is_end=is_end)
-            self._settle()
+            if is_end:
+                self._settle()
 
     def send_data(self, stream: Stream, data: bytes) -> None:
         """A piece of the body. What has to wait is the stream's `backlog` afterwards."""
@@ -163,6 +192,16 @@ class Connection:
         if not stream.is_closed:
             self.out.send_trailers(stream, block)
             self._settle()
+
+    def finish(self, stream: Stream, block: bytes) -> None:
+        """End the response with trailers, after what waits of its body; it has begun."""
+        out, size = self.out, len(block)
+        if stream.backlog or not stream.has_peer_ended or out.is_paused or size > MAX_FRAME_BYTES or stream.is_closed:
+            self.send_trailers(stream, block)
+            return
+        out.parts += (TRAILERS_HEADS[size], stream.id, block)
+        stream.is_closed = stream.has_ended = True
+        del self.inbound.streams[stream.number]
 
     def reset(self, stream: Stream, code: ErrorCode) -> None:
         """End the stream without (the rest of) a response."""
@@ -213,6 +252,8 @@ class Connection:
         if flags & frames.ACK:
             if payload == _DRAIN_PING and self._is_draining and not self.inbound.is_final:
                 self._finish_draining()
+            else:
+                self._budgets.chore(now)
             return
         self._budgets.ping(now)
         self.out.control(frames.ping(payload, is_ack=True))
@@ -226,7 +267,7 @@ class Connection:
             self.inbound.events.append(StreamReset(stream, fault.code))
 
     def _fail(self, fault: Http2ConnectionError) -> None:
-        self.is_failed = True
+        self.is_failed = self.is_ending = True
         self.out.control(frames.goaway(self.inbound.last_stream_id, fault.code, fault.message))
         for stream in list(self.streams.values()):
             self.inbound.close(stream, ignore_late=False)

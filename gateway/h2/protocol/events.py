@@ -7,18 +7,29 @@ from gateway.h2.protocol.heads import RequestHead
 from gateway.h2.protocol.streams import Stream
 
 
-class RequestStarted(msgspec.Struct, frozen=True):
-    """A request's header block; `head` is None when it was well-formed and too large."""
+class RequestStarted(msgspec.Struct):
+    """A request's header block; `head` is None when it was well-formed and too large.
+
+    `timeout` is the value of grpc-timeout, which differs from call to call: no head has it. What has arrived together with
+    the block may be here already: the first piece of the body, and the request's end after it.
+    """
 
     stream: Stream
     head: RequestHead | None
+    timeout: bytes | None = None
+    data: bytes = b""
+    is_ended: bool = False
 
 
 class DataReceived(msgspec.Struct, frozen=True):
-    """A piece of a request's body. Give it back to the window with `Connection.consume`."""
+    """A piece of a request's body, the last one or not. Give it back to the window with `Connection.consume`.
+
+    A last piece that is empty, or about which there was more to say, is followed by `RequestEnded` instead.
+    """
 
     stream: Stream
     data: bytes
+    is_last: bool = False
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

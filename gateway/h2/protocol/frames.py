@@ -27,9 +27,28 @@ PADDED = 0x8
 HAS_PRIORITY = 0x20
 
 _SETTING = struct.Struct(">HI")
-_pack_head = struct.Struct(">HBBBI").pack
+_HEAD = struct.Struct(">HBBBI")
+_pack_head = _HEAD.pack
+unpack_head = _HEAD.unpack_from
+"""The begin of a frame: its length, two bytes of it and one, type, flags, stream with the reserved bit."""
 _pack_u32 = struct.Struct(">I").pack
 _pack_two = struct.Struct(">II").pack
+
+
+class FrameHeads(dict[int, bytes]):
+    """By size of the payload, up to `MAX_FRAME_BYTES`: the begin of a frame of one type, up to the stream id."""
+
+    def __init__(self, kind: int, flags: int) -> None:
+        self._end = bytes((kind, flags))
+
+    def __missing__(self, size: int) -> bytes:
+        head = self[size] = size.to_bytes(3) + self._end
+        return head
+
+
+DATA_HEADS = FrameHeads(DATA, 0)
+HEADERS_HEADS = FrameHeads(HEADERS, END_HEADERS)
+TRAILERS_HEADS = FrameHeads(HEADERS, END_HEADERS | END_STREAM)
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:

@@ -5,7 +5,7 @@ functions of their bytes alone. So what was decoded once is remembered by its by
 clients repeat both; and what we send is encoded without a table from the start.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
@@ -24,6 +24,8 @@ _STATUS_200 = b"\x88"
 _NO_TABLE = b"\x20"
 SECRET = frozenset((b"authorization", b"cookie", b"proxy-authorization"))
 """Fields that are not kept any longer than their call."""
+# Literals with a name of their own: kept by a table, by none, and by none on the whole way.
+_NEW_NAMES = frozenset((0x40, 0x00, 0x10))
 # By the sender's own word (RFC 7541, section 6.2.3).
 _NEVER_INDEXED = 0x10
 
@@ -85,7 +87,9 @@ class HeaderDecoder:
         for part in split_fields(block):
             field = memo.get(part)
             if field is None:
-                (field,) = self._decode(part)
+                field = _read_plain(part)
+                if field is None:
+                    (field,) = self._decode(part)
                 self._remember(part, field)
             fields.append(field)
             size += len(field[0]) + len(field[1]) + FIELD_OVERHEAD_BYTES
@@ -112,15 +116,16 @@ class HeaderDecoder:
             raise Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, f"bad header block: {error}") from None
 
 
-def split_fields(block: bytes) -> Iterator[bytes]:
+def split_fields(block: bytes) -> list[bytes]:
     """Cut a block without table into the bytes of its fields. Raises `Http2ConnectionError` where it is cut short."""
     try:
-        yield from _split_fields(block)
+        return _split_fields(block)
     except IndexError:
         raise Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, _CUT_SHORT) from None
 
 
-def _split_fields(block: bytes) -> Iterator[bytes]:
+def _split_fields(block: bytes) -> list[bytes]:
+    parts: list[bytes] = []
     at, size = 0, len(block)
     while at < size and block[at] & 0xE0 == 0x20:
         if block[at] != 0x20:
@@ -129,17 +134,30 @@ def _split_fields(block: bytes) -> Iterator[bytes]:
     while at < size:
         begin, first = at, block[at]
         if first & 0x80:
-            _, at = _integer(block, at, 0x7F)
+            _, at = _integer(block, at, 0x7F) if first == 0xFF else (0, at + 1)
         elif first & 0xE0 == 0x20:
             raise Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, "a table size update after a field")
         else:
-            index, at = _integer(block, at, 0x3F if first & 0x40 else 0x0F)
-            for _ in range(1 if index else 2):
-                length, at = _integer(block, at, 0x7F)
+            _, at = (0, at + 1) if first in _NEW_NAMES else _integer(block, at, 0x3F if first & 0x40 else 0x0F)
+            for _ in range(2 if first in _NEW_NAMES else 1):
+                length = block[at] & 0x7F
+                if length == 0x7F:
+                    length, at = _integer(block, at, 0x7F)
+                else:
+                    at += 1
                 at += length
         if at > size:
             raise Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, _CUT_SHORT)
-        yield block[begin:at]
+        parts.append(block[begin:at])
+    return parts
+
+
+def _read_plain(part: bytes) -> Field | None:
+    """A field whose strings are short and as they are; None for all others."""
+    if part[0] not in _NEW_NAMES or part[1] >= 0x7F:
+        return None
+    value_at = 3 + part[1]
+    return (part[2 : value_at - 1], part[value_at:]) if part[value_at - 1] < 0x7F else None
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:

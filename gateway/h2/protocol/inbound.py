@@ -11,7 +11,6 @@ from gateway.h2.protocol.reader import without_padding, without_priority
 from gateway.h2.protocol.settings import MAX_WINDOW_BYTES
 from gateway.h2.protocol.streams import Stream
 from gateway.h2.protocol.timers import Timers
-from gateway.h2.protocol.windows import ReceiveWindow
 
 
 class Inbound:
@@ -26,18 +25,13 @@ class Inbound:
         self._out = out
         self._limits = limits
         self._timers = timers
-        self._decoder = HeaderDecoder(limits.max_header_list_bytes, memo.fields)
+        self.decoder = HeaderDecoder(limits.max_header_list_bytes, memo.fields)
         self._memo = memo
-        self._block: OpenBlock | None = None
-        self._window = ReceiveWindow(limits.connection_window_bytes)
+        self.block: OpenBlock | None = None
+        self.credit = 0
         # Closed by us while the client could still be sending: its frames are late, not wrong. The oldest go first.
         self._late: dict[int, None] = {}
         self._budgets = budgets
-
-    @property
-    def has_open_block(self) -> bool:
-        """Whether a header block has begun and not ended."""
-        return self._block is not None
 
     def own_settings(self) -> list[tuple[int, int]]:
         """What we ask of the peer."""
@@ -57,8 +51,8 @@ class Inbound:
         elif kind == frames.WINDOW_UPDATE:
             self._on_window_update(number, payload)
         elif kind == frames.CONTINUATION:
-            assert self._block is not None
-            self._add_to_block(self._block, flags, payload, now)
+            assert self.block is not None
+            self._add_to_block(self.block, flags, payload, now)
         elif kind == frames.RST_STREAM:
             self._on_rst_stream(number, payload, now)
         elif kind == frames.SETTINGS:
@@ -75,19 +69,30 @@ class Inbound:
             if kind != frames.SETTINGS or flags & frames.ACK:
                 raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
             self._timers.is_greeted = True
-        if (kind == frames.CONTINUATION) != (self._block is not None) or (
-            self._block is not None and number != self._block.number
+        if (kind == frames.CONTINUATION) != (self.block is not None) or (
+            self.block is not None and number != self.block.number
         ):
             raise Http2ConnectionError(
                 ErrorCode.PROTOCOL_ERROR, "a header block is interrupted, or there is none to go on"
             )
 
+    def give_back(self, size: int) -> None:
+        """So much of the connection's window is done with; the client is told in batches of half its size."""
+        credit = self.credit + size
+        if credit * 2 >= self._limits.connection_window_bytes:
+            self._out.control(frames.window_update(0, credit))
+            credit = 0
+        self.credit = credit
+
     def consume(self, stream: Stream, size: int) -> None:
         """Give bytes of a body back to the stream's window."""
         if stream.is_closed or stream.has_peer_ended:
             return
-        increment = stream.receive_window.give(size)
-        if increment:
+        stream.receive_credit += size
+        increment = stream.receive_credit
+        if increment * 2 >= self._limits.stream_window_bytes:
+            stream.receive_credit = 0
+            stream.receive_left += increment
             self._out.control(frames.window_update(stream.number, increment))
 
     def close(self, stream: Stream, *, ignore_late: bool) -> None:
@@ -108,9 +113,7 @@ class Inbound:
         size = len(payload)
         # The connection's window counts all of it, whatever becomes of the stream, and never runs out: what is bounded
         # is each stream, and the sum of incomplete messages by the layer above.
-        increment = self._window.give(size)
-        if increment:
-            self._out.control(frames.window_update(0, increment))
+        self.give_back(size)
         data = without_padding(payload) if flags & frames.PADDED else payload
         is_end = bool(flags & frames.END_STREAM)
         if not data and not is_end:
@@ -118,7 +121,8 @@ class Inbound:
         stream = self._open_stream(number, is_end, now)
         if stream is None:
             return
-        if not stream.receive_window.take(size):
+        stream.receive_left -= size
+        if stream.receive_left < 0:
             raise Http2StreamError(number, ErrorCode.FLOW_CONTROL_ERROR, "more DATA than the stream's window allows")
         stream.received_bytes += len(data)
         if size > len(data):
@@ -163,19 +167,19 @@ class Inbound:
         if flags & frames.HAS_PRIORITY:
             payload = without_priority(payload)
         limits = self._limits
-        self._block = OpenBlock(
+        self.block = OpenBlock(
             number,
             is_end=bool(flags & frames.END_STREAM),
             max_bytes=2 * limits.max_header_list_bytes,
             max_frames=limits.max_header_frames,
         )
-        self._add_to_block(self._block, flags, payload, now)
+        self._add_to_block(self.block, flags, payload, now)
 
     def _add_to_block(self, block: OpenBlock, flags: int, payload: bytes, now: float) -> None:
         block.add(payload)
         if not flags & frames.END_HEADERS:
             return
-        self._block = None
+        self.block = None
         if block.number > self.last_stream_id:
             self._on_request(block)
         else:
@@ -184,7 +188,7 @@ class Inbound:
     def _decode(self, block: bytes) -> list[Field] | None:
         """None for a list that is too large."""
         try:
-            return self._decoder.decode(block)
+            return self.decoder.decode(block)
         except HeaderListTooLargeError:
             return None
 
@@ -206,32 +210,32 @@ class Inbound:
     def _on_request(self, block: OpenBlock) -> None:
         number = self.last_stream_id = block.number
         self._budgets.has_asked()
-        head = self._read_head(block)
+        head, timeout = self._read_head(block)
         if self.is_final or len(self.streams) >= self._limits.max_streams:
             raise self._refusal(block, ErrorCode.REFUSED_STREAM, "too many streams, or the connection closes")
         stream = Stream(number, self._out, self._out.peer.initial_window_bytes, self._limits.stream_window_bytes)
         self.streams[number] = stream
-        self.events.append(RequestStarted(stream, head))
+        self.events.append(RequestStarted(stream, head, timeout))
         if head is not None:
             stream.expected_bytes = head.content_length
         if block.is_end:
             self._end(stream)
 
-    def _read_head(self, block: OpenBlock) -> RequestHead | None:
-        """None for metadata that are too large."""
-        whole, is_stateless = block.whole(), self._decoder.is_stateless
-        head = self._memo.find(whole) if is_stateless else None
-        if head is None:
+    def _read_head(self, block: OpenBlock) -> tuple[RequestHead | None, bytes | None]:
+        """The head and the time-out; no head for metadata that are too large."""
+        whole, is_stateless = block.whole(), self.decoder.is_stateless
+        known = self._memo.find(whole) if is_stateless else None
+        if known is None:
             fields = self._decode(whole)
             if fields is None:
-                return None
+                return None, None
             try:
-                head = read_head(fields)
+                known = read_head(fields)
             except MalformedRequestError as error:
                 raise self._refusal(block, ErrorCode.PROTOCOL_ERROR, str(error)) from None
             if is_stateless:
-                self._memo.remember(whole, head)
-        return head
+                self._memo.remember(whole, known, fields, self._limits.max_header_list_bytes)
+        return known
 
     def _refusal(self, block: OpenBlock, code: ErrorCode, message: str) -> Http2StreamError:
         if not block.is_end:
@@ -253,7 +257,9 @@ class Inbound:
                 raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement of SETTINGS with a payload")
             if not self._timers.is_acknowledged:
                 self._timers.is_acknowledged = True
-                self._decoder.forbid_table()
+                self.decoder.forbid_table()
+            else:
+                self._budgets.chore(now)
             return
         self._budgets.chore(now)
         peer = self._out.peer

@@ -106,36 +106,34 @@ class Budgets:
 
     def has_sent(self, frames: int) -> None:
         """Parts of responses went out."""
-        self._pings.has_sent()
-        self.has_asked(frames)
-
-    def has_asked(self, frames: int = 1) -> None:
-        """A request came in."""
+        pings = self._pings
+        pings.strikes = 0
+        pings.last_at = None
         self._updates = min(self._burst, self._updates + frames * _UPDATES_PER_FRAME)
+
+    def has_asked(self) -> None:
+        """A request came in."""
+        self._updates = min(self._burst, self._updates + _UPDATES_PER_FRAME)
 
 
 class PingPolicy:
     """gRPC's rule for clients' pings: three that come too soon, with nothing sent to the client between them, are abuse.
 
+    When headers or data go out, `strikes` and `last_at` begin anew: clients ping to measure them.
     https://github.com/grpc/proposal/blob/master/A8-client-side-keepalive.md
     """
 
-    __slots__ = ("_last_at", "_min_interval_s", "_strikes")
+    __slots__ = ("_min_interval_s", "last_at", "strikes")
     MAX_STRIKES = 2
 
     def __init__(self, min_interval_s: float) -> None:
         self._min_interval_s = min_interval_s
-        self._last_at: float | None = None
-        self._strikes = 0
-
-    def has_sent(self) -> None:
-        """Headers or data went out: clients ping to measure them."""
-        self._strikes = 0
-        self._last_at = None
+        self.last_at: float | None = None
+        self.strikes = 0
 
     def allows(self, now: float) -> bool:
         """A ping has come. False: the client has been told often enough."""
-        last_at, self._last_at = self._last_at, now
+        last_at, self.last_at = self.last_at, now
         if last_at is not None and now - last_at < self._min_interval_s:
-            self._strikes += 1
-        return self._strikes <= self.MAX_STRIKES
+            self.strikes += 1
+        return self.strikes <= self.MAX_STRIKES

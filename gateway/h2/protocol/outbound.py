@@ -5,7 +5,7 @@ Streams whose body waits for the connection's window, or for its transport, take
 
 from gateway.h2.protocol import frames
 from gateway.h2.protocol.errors import ErrorCode, Http2ConnectionError
-from gateway.h2.protocol.frames import DATA, MAX_FRAME_BYTES
+from gateway.h2.protocol.frames import DATA, HEADERS_HEADS, MAX_FRAME_BYTES
 from gateway.h2.protocol.header_blocks import first_block
 from gateway.h2.protocol.limits import Budgets, Limits
 from gateway.h2.protocol.settings import DEFAULT_WINDOW_BYTES, MAX_WINDOW_BYTES, PeerSettings
@@ -28,16 +28,18 @@ class Outbound:
         self._control_frames = 0
         self._has_sent_headers = False
         # Each has something to send and a window of its own to send it in.
-        self._turns: dict[Stream, None] = {}
+        self.turns: dict[Stream, None] = {}
 
     @property
     def is_waiting(self) -> bool:
         """Whether a stream could go on sending in the next loop turn, without any news from the peer."""
-        return bool(self._turns) and self.send_window > 0 and not self.is_paused
+        return bool(self.turns) and self.send_window > 0 and not self.is_paused
 
     def take(self) -> bytes:
         """Everything that is to be written now."""
         parts = self.parts
+        if not parts:
+            return b""
         if len(parts) > self._control_frames:
             self._budgets.has_sent(len(parts) - self._control_frames)
         self._control_frames = 0
@@ -61,6 +63,10 @@ class Outbound:
         if not self._has_sent_headers:
             self._has_sent_headers = True
             block = first_block(block)
+        size = len(block)
+        if size <= MAX_FRAME_BYTES and not is_end and not self.is_paused:
+            self.parts += (HEADERS_HEADS[size], stream.id, block)
+            return
         self.parts.append(frames.headers(stream.number, block, is_end=is_end))
         if is_end:
             stream.has_ended = True
@@ -68,8 +74,11 @@ class Outbound:
 
     def send_data(self, stream: Stream, data: bytes) -> None:
         """A piece of the response's body, which may have to wait."""
-        stream.backlog += data
-        self._turns[stream] = None
+        if stream.backlog:
+            stream.backlog += data
+        else:
+            stream.backlog = bytearray(data)
+        self.turns[stream] = None
         self.pump()
 
     def send_trailers(self, stream: Stream, block: bytes) -> None:
@@ -80,7 +89,7 @@ class Outbound:
 
     def pump(self) -> None:
         """Send of what waits as much as windows and the limit per turn allow."""
-        turns, left = self._turns, self._limits.max_turn_bytes
+        turns, left = self.turns, self._limits.max_turn_bytes
         while turns and self.send_window > 0 and left > 0 and not self.is_paused:
             stream = next(iter(turns))
             del turns[stream]
@@ -101,7 +110,7 @@ class Outbound:
         if stream is not None:
             stream.send_window += increment
             if stream.backlog:
-                self._turns[stream] = None
+                self.turns[stream] = None
         else:
             self.send_window += increment
             if self.send_window > MAX_WINDOW_BYTES:
@@ -110,17 +119,19 @@ class Outbound:
 
     def drop(self, stream: Stream) -> None:
         """The stream is gone, and with it what it had to send."""
-        self._turns.pop(stream, None)
-        stream.backlog = bytearray()
+        self.turns.pop(stream, None)
+        stream.backlog = b""
         stream.trailers = None
 
     def _send_frame(self, stream: Stream, size: int) -> None:
+        backlog = stream.backlog
+        assert isinstance(backlog, bytearray)
         stream.unread_since = None
         stream.send_window -= size
         self.send_window -= size
-        with memoryview(stream.backlog) as view:
+        with memoryview(backlog) as view:
             payload = bytes(view[:size])
-        del stream.backlog[:size]
+        del backlog[:size]
         self.parts.append(frames.frame(DATA, 0, stream.number, payload))
 
     def _end(self, stream: Stream, trailers: bytes) -> None:

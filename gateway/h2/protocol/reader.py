@@ -1,13 +1,8 @@
 """From bytes to frames: the preface, the cut between frames, and what a frame must look like whatever it says."""
 
-from collections.abc import Iterator
-
 from gateway.h2.protocol import frames
 from gateway.h2.protocol.errors import ErrorCode, Http2ConnectionError, Http2StreamError
-from gateway.h2.protocol.frames import HEAD_BYTES, MAX_FRAME_BYTES, PREFACE
-
-Frame = tuple[int, int, int, bytes]
-"""Type, flags, stream and payload."""
+from gateway.h2.protocol.frames import PREFACE
 
 _ON_STREAM = frozenset((frames.DATA, frames.HEADERS, frames.PRIORITY, frames.RST_STREAM, frames.CONTINUATION))
 _ON_CONNECTION = frozenset((frames.SETTINGS, frames.PING, frames.GOAWAY))
@@ -17,43 +12,23 @@ _PRIORITY_BYTES = 5
 
 
 class FrameReader:
-    """Cuts what arrives into frames."""
+    """What is between the frames of a connection: the preface before the first one, and a frame that is not whole."""
+
+    __slots__ = ("has_preface", "rest")
 
     def __init__(self) -> None:
-        self._buffer = b""
-        self._has_preface = False
+        self.rest = b""
+        self.has_preface = False
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no part of a frame is left."""
-        return not self._buffer
-
-    def read(self, data: bytes) -> Iterator[Frame]:
-        """The whole frames there are; must be used up. Raises `Http2ConnectionError`."""
-        if self._buffer:
-            data = self._buffer + data
-        self._buffer = b""
-        at, size = 0, len(data)
-        if not self._has_preface:
-            if not PREFACE.startswith(data[: len(PREFACE)]):
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "this is not HTTP/2 with prior knowledge")
-            if size < len(PREFACE):
-                self._buffer = data
-                return
-            self._has_preface = True
-            at = len(PREFACE)
-        while size - at >= HEAD_BYTES:
-            length = int.from_bytes(data[at : at + 3])
-            if length > MAX_FRAME_BYTES:
-                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "a frame is larger than SETTINGS_MAX_FRAME_SIZE")
-            begin = at + HEAD_BYTES
-            end = begin + length
-            if end > size:
-                break
-            number = int.from_bytes(data[at + 5 : begin]) & frames.MAX_STREAM_ID
-            yield data[at + 3], data[at + 4], number, data[begin:end]
-            at = end
-        self._buffer = data[at:]
+    def begin(self, data: bytes) -> int:
+        """Where the first frame begins, 0 as long as the preface is not whole. Raises `Http2ConnectionError`."""
+        if not PREFACE.startswith(data[: len(PREFACE)]):
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "this is not HTTP/2 with prior knowledge")
+        if len(data) < len(PREFACE):
+            self.rest = data
+            return 0
+        self.has_preface = True
+        return len(PREFACE)
 
 
 def check_shape(kind: int, number: int, payload: bytes) -> None:

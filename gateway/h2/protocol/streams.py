@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gateway.h2.protocol.frames import DATA, MAX_FRAME_BYTES
-from gateway.h2.protocol.windows import ReceiveWindow
+from gateway.h2.protocol.frames import DATA_HEADS, MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
     from gateway.h2.protocol.outbound import Outbound
@@ -11,14 +10,6 @@ if TYPE_CHECKING:
 PREFIX_BYTES = 5
 """Before every gRPC message: a flag and its length."""
 _MAX_PUSH_BYTES = MAX_FRAME_BYTES - PREFIX_BYTES
-
-
-class _Heads(dict[int, bytes]):
-    """By size of a message: the begin of its DATA frame, up to the stream id."""
-
-    def __missing__(self, size: int) -> bytes:
-        head = self[size] = (size + PREFIX_BYTES).to_bytes(3) + bytes((DATA, 0))
-        return head
 
 
 class _Prefixes(dict[int, bytes]):
@@ -30,7 +21,6 @@ class _Prefixes(dict[int, bytes]):
 
 
 # Bounded: sizes are at most `_MAX_PUSH_BYTES`.
-_heads = _Heads()
 _prefixes = _Prefixes()
 
 
@@ -51,7 +41,8 @@ class Stream:
         "number",
         "out",
         "owner",
-        "receive_window",
+        "receive_credit",
+        "receive_left",
         "received_bytes",
         "send_window",
         "trailers",
@@ -63,11 +54,13 @@ class Stream:
         self.id = number.to_bytes(4)
         self.out = out
         self.send_window = send_window
-        self.receive_window = ReceiveWindow(window_bytes)
+        # What the client may still send, and what of that which it has sent is done with.
+        self.receive_left = window_bytes
+        self.receive_credit = 0
         self.received_bytes = 0
         # From content-length, None without.
         self.expected_bytes: int | None = None
-        self.backlog = bytearray()
+        self.backlog: bytes | bytearray = b""
         # What ends the response once the backlog is out.
         self.trailers: bytes | None = None
         # Since when the client has taken nothing of the backlog, as noticed by whoever looks at the clock.
@@ -81,16 +74,18 @@ class Stream:
     def push(self, message: bytes) -> bool:
         """Send one gRPC message as one DATA frame, when the windows allow that. False: nothing was sent.
 
-        The hot path: everything else goes by `Outbound.send_data`. Response headers must have been sent.
+        The hot path: everything else goes by `Outbound.send_data`.
         """
         size = len(message)
         if size > _MAX_PUSH_BYTES:
             return False
         length = size + PREFIX_BYTES
         out = self.out
-        if length > self.send_window or length > out.send_window or self.backlog or out.is_paused or self.has_ended:
+        if length > self.send_window or length > out.send_window or self.backlog or out.is_paused:
+            return False
+        if self.has_ended or not self.has_headers:
             return False
         self.send_window -= length
         out.send_window -= length
-        out.parts += (_heads[size], self.id, _prefixes[size], message)
+        out.parts += (DATA_HEADS[length], self.id, _prefixes[size], message)
         return True

@@ -34,6 +34,11 @@ class Timers:
         if max_age_s is not None and now - self.began_at >= max_age_s + limits.max_age_grace_s:
             raise Http2ConnectionError(ErrorCode.NO_ERROR, "the connection is too old")
 
+    def has_part(self, now: float, *, is_another: bool) -> None:
+        """What has arrived ends within a frame or a header block, which is another one than before or not."""
+        if is_another or self.incomplete_since is None:
+            self.incomplete_since = now
+
     def needs_ping(self, now: float) -> bool:
         """Whether nothing was heard for so long that a ping should find out; it is then taken as sent."""
         if now - max(self.heard_at, self.ping_sent_at or 0.0) < self._limits.keepalive_s:

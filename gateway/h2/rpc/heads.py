@@ -4,6 +4,7 @@ import base64
 import binascii
 import re
 from functools import lru_cache
+from typing import Any
 
 from gateway.h2.protocol.header_blocks import MEMO_FIELD_BYTES, SECRET
 from gateway.h2.protocol.heads import RequestHead
@@ -15,21 +16,23 @@ _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e
 _ENCODINGS = frozenset((b"identity", b"gzip"))
 _BASE64_GROUP = 4
 # What belongs to the transport is no metadata.
-_TRANSPORT = frozenset((b"content-type", b"content-length", b"te", b"grpc-timeout", b"grpc-encoding", b"host"))
+_TRANSPORT = frozenset((b"content-type", b"content-length", b"te", b"grpc-encoding", b"host"))
 
 
 class CallHead:
-    """Method, metadata (`-bin` values as bytes), time-out in seconds from the head's arrival, gzip or not."""
+    """Method, metadata (`-bin` values as bytes), gzip or not. The time-out is the call's alone.
 
-    __slots__ = ("is_gzip", "metadata", "method", "timeout_s")
+    Calls with the same header block may share it; `memo` is for what the layer above has made of it. Generic handlers
+    are asked with it, as grpc.HandlerCallDetails describes.
+    """
 
-    def __init__(
-        self, method: str, metadata: tuple[tuple[str, str | bytes], ...], timeout_s: float | None, *, is_gzip: bool
-    ) -> None:
+    __slots__ = ("invocation_metadata", "is_gzip", "memo", "method")
+
+    def __init__(self, method: str, metadata: tuple[tuple[str, str | bytes], ...], *, is_gzip: bool) -> None:
         self.method = method
-        self.metadata = metadata
-        self.timeout_s = timeout_s
+        self.invocation_metadata = metadata
         self.is_gzip = is_gzip
+        self.memo: Any = None
 
 
 def read_call(head: RequestHead) -> CallHead:
@@ -54,8 +57,7 @@ def read_call(head: RequestHead) -> CallHead:
         raise RpcError(
             Code.UNIMPLEMENTED, f"grpc-encoding {_text(encoding)} is not supported", fields=(ACCEPTED_ENCODINGS,)
         )
-    timeout_s = read_timeout(transport[b"grpc-timeout"]) if b"grpc-timeout" in transport else None
-    return CallHead(_text(head.path), tuple(metadata), timeout_s, is_gzip=encoding == b"gzip")
+    return CallHead(_text(head.path), tuple(metadata), is_gzip=encoding == b"gzip")
 
 
 def _read_pairs(name: bytes, value: bytes) -> tuple[tuple[str, str | bytes], ...]:
@@ -69,8 +71,9 @@ def _read_pairs(name: bytes, value: bytes) -> tuple[tuple[str, str | bytes], ...
 _read_known_pairs = lru_cache(1024)(_read_pairs)
 
 
+@lru_cache(1024)
 def read_timeout(value: bytes) -> float:
-    """Seconds. Raises `RpcError`."""
+    """Seconds from the head's arrival. Raises `RpcError`."""
     found = _TIMEOUT.fullmatch(value)
     if found is None:
         raise RpcError(Code.INTERNAL, f"bad grpc-timeout {_text(value[:32])}")

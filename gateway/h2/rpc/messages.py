@@ -14,6 +14,14 @@ def prefixed(message: bytes) -> bytes:
     return b"\0" + len(message).to_bytes(4) + message
 
 
+def only_message(body: bytes, max_bytes: int) -> bytes | None:
+    """The message of a body that is one message, as it was meant to be sent. None: `MessageReader` has to look at it."""
+    size = len(body) - PREFIX_BYTES
+    if 0 <= size <= max_bytes and body[0] == 0 and size == int.from_bytes(body[1:PREFIX_BYTES]):
+        return body[PREFIX_BYTES:]
+    return None
+
+
 class MessageReader:
     """Cuts a body into messages, none of them larger than `max_bytes`, neither before nor after decompression."""
 

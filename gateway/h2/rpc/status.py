@@ -14,11 +14,15 @@ CONTENT_TYPE: Field = (b"content-type", b"application/grpc")
 ACCEPTED_ENCODINGS: Field = (b"grpc-accept-encoding", b"identity,gzip")
 HEAD = encode_fields((CONTENT_TYPE,), with_status_200=True)
 """The header block of a response without metadata of its own."""
-_OK = encode_fields(((b"grpc-status", b"0"),))
+OK = encode_fields(((b"grpc-status", b"0"),))
 _MESSAGE_BYTES = re.compile(rb"[^\x20-\x24\x26-\x7e]")
 _KEY = re.compile(rb"[0-9a-z_.-]+")
 # Printable, and no blanks at its ends: they would not arrive.
 _VALUE = re.compile(rb"(?:[\x21-\x7e\x80-\xff](?:[\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?)?")
+
+
+_SHORT_BYTES = 127
+_LENGTHS = [encode_length(size) for size in range(_SHORT_BYTES)]
 
 
 class Code(IntEnum):
@@ -53,13 +57,13 @@ def head(metadata: Metadata) -> bytes:
 def trailers(code: int, message: str, metadata: bytes) -> bytes:
     """The block after the last message. `metadata` are encoded."""
     if not code and not message:
-        return _OK + metadata
-    return encode_fields(_status_fields(code, message)) + metadata
+        return OK + metadata
+    return _status_block(code, message) + metadata
 
 
 def trailers_only(code: int, message: str, metadata: bytes, fields: Iterable[Field] = ()) -> bytes:
     """The only block of a response without messages."""
-    return HEAD + encode_fields((*fields, *_status_fields(code, message))) + metadata
+    return HEAD + encode_fields(fields) + _status_block(code, message) + metadata
 
 
 def http_error(error: RpcError) -> bytes:
@@ -73,13 +77,30 @@ def encode_metadata(metadata: Metadata) -> bytes:
     parts: list[bytes] = []
     for key, value in metadata:
         name, is_binary = _encode_key(key)
-        data = value.encode() if isinstance(value, str) else value
-        if is_binary:
-            data = base64.b64encode(data).rstrip(b"=")
-        elif _VALUE.fullmatch(data) is None:
-            raise ValueError(f"the value of {key!r} can't be sent as metadata")
+        size = len(value)
+        if (
+            isinstance(value, str)
+            and not is_binary
+            and size < _SHORT_BYTES
+            and value.isascii()
+            and value.isprintable()
+            and value.strip(" ") == value
+        ):
+            # The common case, without a search: no control characters, and blanks at no end.
+            parts += (name, _LENGTHS[size], value.encode())
+            continue
+        data = _encode_value(key, value, is_binary=is_binary)
         parts += (name, encode_length(len(data)), data)
     return b"".join(parts)
+
+
+def _encode_value(key: str, value: str | bytes, *, is_binary: bool) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    if is_binary:
+        return base64.b64encode(data).rstrip(b"=")
+    if _VALUE.fullmatch(data) is None:
+        raise ValueError(f"the value of {key!r} can't be sent as metadata")
+    return data
 
 
 @lru_cache(1024)
@@ -93,6 +114,11 @@ def _encode_key(key: str) -> tuple[bytes, bool]:
 def percent_encode(message: str) -> bytes:
     """Everything but printable ASCII, and the percent sign itself, as %XX."""
     return _MESSAGE_BYTES.sub(lambda found: b"%%%02X" % found[0][0], message.encode("utf-8", "replace"))
+
+
+@lru_cache(256)
+def _status_block(code: int, message: str) -> bytes:
+    return encode_fields(_status_fields(code, message))
 
 
 def _status_fields(code: int, message: str) -> Iterable[Field]:

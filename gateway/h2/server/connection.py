@@ -15,11 +15,12 @@ from gateway.h2.protocol.events import (
     StreamReset,
 )
 from gateway.h2.rpc import status
-from gateway.h2.rpc.heads import read_call
+from gateway.h2.rpc.heads import read_call, read_timeout
+from gateway.h2.rpc.messages import only_message
 from gateway.h2.rpc.status import Code, RpcError
 from gateway.h2.server.call import Call
-from gateway.h2.server.handlers import CallDetails
 from gateway.h2.server.late_end import LateEnd
+from gateway.h2.server.servicer_call import ServicerCall
 
 if TYPE_CHECKING:
     from gateway.h2.server.server import Shared
@@ -43,6 +44,8 @@ class ServerConnection(asyncio.Protocol):
         # What handlers have written since the transport was last given something.
         self.turn_bytes = 0
         self.max_turn_bytes = shared.limits.max_turn_bytes
+        self.max_message_bytes = shared.max_message_bytes
+        self.max_request_bytes = shared.limits.max_request_bytes
         self._shared = shared
         self._transport: asyncio.Transport | None = None
         self._partial_bytes = 0
@@ -94,16 +97,17 @@ class ServerConnection(asyncio.Protocol):
         self.is_scheduled = False
         self.turn_bytes = 0
         http, transport = self.http, self._transport
-        if transport is None or http.out.is_paused:
+        out = http.out
+        if transport is None or out.is_paused:
             return
-        if http.out.is_waiting or http.out.drained:
+        if out.drained or (out.turns and out.is_waiting):
             self._process(http.pump())
-        data = http.out.take()
+        data = out.take()
         if data:
             transport.write(data)
-        if http.is_done:
+        if http.is_ending and http.is_done:
             self._close()
-        elif http.out.is_waiting:
+        elif out.turns and out.is_waiting:
             self.write_soon()
 
     def hold(self, size: int) -> None:
@@ -145,29 +149,14 @@ class ServerConnection(asyncio.Protocol):
 
     def _process(self, events: list[Event]) -> None:
         for event in events:
-            owner: Any
-            match event:
-                case DataReceived(stream, data):
-                    owner = stream.owner
-                    if owner is not None:
-                        owner.receive(data)
-                case RequestEnded(stream):
-                    owner = stream.owner
-                    if owner is not None:
-                        owner.end_request()
-                case RequestStarted():
-                    self._begin(event)
-                case StreamDrained(stream):
-                    owner = stream.owner
-                    if owner is not None:
-                        owner.drained()
-                case StreamReset(stream):
-                    owner = stream.owner
-                    if owner is not None:
-                        owner.abandon()
-                case ConnectionFailed(code, message):
-                    self._failed(code, message)
-        if self.http.out.parts or self.http.is_done:
+            if isinstance(event, RequestStarted):
+                self._begin(event)
+            elif isinstance(event, ConnectionFailed):
+                self._failed(event.code, event.message)
+            elif event.stream.owner is not None:
+                _tell(event.stream.owner, event)
+        http = self.http
+        if not self.is_scheduled and (http.out.parts or (http.is_ending and http.is_done)):
             self.write_soon()
 
     def _begin(self, event: RequestStarted) -> None:
@@ -175,22 +164,32 @@ class ServerConnection(asyncio.Protocol):
         if stream.is_closed:
             return  # reset in the same breath
         try:
-            stream.owner = self._call(event)
+            if event.head is None:
+                raise self._too_large()
+            head = event.head.read
+            if head is None:
+                head = event.head.read = read_call(event.head)
+            timeout = event.timeout
+            deadline_at = None if timeout is None else self.loop.time() + read_timeout(timeout)
+            handler = self._shared.handlers.find(head)
         except RpcError as error:
             self._refuse(event, error)
+            return
+        direct = getattr(handler, "direct", None)
+        call: Call
+        if direct is None:
+            call = stream.owner = ServicerCall(self, stream, head, handler, deadline_at)
         else:
-            stream.owner.begin()
+            call = stream.owner = Call(self, stream, head, handler, deadline_at)
+            request = only_message(event.data, self.max_request_bytes) if event.is_ended else None
+            if request is not None:
+                call.serve(request)
+                return
+        call.begin(event.data, is_ended=event.is_ended)
 
-    def _call(self, event: RequestStarted) -> Call:
-        shared = self._shared
-        if event.head is None:
-            limit = shared.limits.max_header_list_bytes
-            raise RpcError(Code.RESOURCE_EXHAUSTED, f"the metadata is larger than {limit} bytes")
-        head = event.head.read
-        if head is None:
-            head = event.head.read = read_call(event.head)
-        handler = shared.handlers.find(CallDetails(head.method, head.metadata))
-        return Call(self, event.stream, head, handler, shared)
+    def _too_large(self) -> RpcError:
+        limit = self._shared.limits.max_header_list_bytes
+        return RpcError(Code.RESOURCE_EXHAUSTED, f"the metadata is larger than {limit} bytes")
 
     def _refuse(self, event: RequestStarted, error: RpcError) -> None:
         if error.http_status == 200:
@@ -209,6 +208,20 @@ class ServerConnection(asyncio.Protocol):
         if self._transport is not None and self._closing_since is None:
             self._closing_since = self.loop.time()
             self._transport.close()
+
+
+def _tell(owner: Any, event: DataReceived | RequestEnded | StreamDrained | StreamReset) -> None:
+    if isinstance(event, DataReceived):
+        if event.is_last:
+            owner.receive_last(event.data)
+        else:
+            owner.receive(event.data)
+    elif isinstance(event, RequestEnded):
+        owner.end_request()
+    elif isinstance(event, StreamReset):
+        owner.abandon()
+    else:
+        owner.drained()
 
 
 def _peer(address: Any) -> str:

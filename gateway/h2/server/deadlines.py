@@ -22,7 +22,11 @@ class Deadlines:
     def add(self, call: Timed, deadline_at: float) -> int:
         """Remember a call. Returns the number of its slot, to remove it with."""
         number = int(deadline_at / INTERVAL_S) + 1
-        self._slots.setdefault(number, set()).add(call)
+        slot = self._slots.get(number)
+        if slot is None:
+            self._slots[number] = {call}
+        else:
+            slot.add(call)
         return number
 
     def remove(self, call: Timed, number: int) -> None:

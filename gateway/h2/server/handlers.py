@@ -7,24 +7,18 @@ streams of tokens has no thread pool to run them in.
 import asyncio
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
 
+from gateway.h2.rpc.heads import CallHead
 from gateway.h2.rpc.status import Code, RpcError
 
 if TYPE_CHECKING:
-    from gateway.h2.server.call import Call
+    from gateway.h2.server.servicer_call import ServicerCall
 
 _log = structlog.get_logger("gateway.h2")
-
-
-class CallDetails(NamedTuple):
-    """What generic handlers are asked with, as grpc.HandlerCallDetails describes it."""
-
-    method: str
-    invocation_metadata: tuple[tuple[str, str | bytes], ...]
 
 
 class Handlers:
@@ -42,19 +36,19 @@ class Handlers:
         """Handlers by method name."""
         self._registered |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
-    def find(self, details: CallDetails) -> Any:
+    def find(self, head: CallHead) -> Any:
         """The handler of a call. Raises `RpcError` UNIMPLEMENTED."""
-        handler = self._registered.get(details.method)
+        handler = self._registered.get(head.method)
         if handler is not None:
             return handler
         for generic in self._generic:
-            handler = generic.service(details)
+            handler = generic.service(head)
             if handler is not None:
                 return handler
         raise RpcError(Code.UNIMPLEMENTED, "Method not found!")
 
 
-async def run(handler: Any, call: "Call") -> None:
+async def run(handler: Any, call: "ServicerCall") -> None:
     """Serve a call to its end, whichever it is."""
     try:
         await _serve(handler, call)
@@ -67,19 +61,25 @@ async def run(handler: Any, call: "Call") -> None:
         raise
     except Exception:  # noqa: BLE001 - a defect of one handler must not touch other calls
         if not call.done():
-            _log.exception("handler_failed", rpc=call.method)
-            call.finish(call.code() or Code.UNKNOWN, call.details() or "the handler failed; the server's log says why")
+            message = note_defect(call.head.method)
+            call.finish(call.code() or Code.UNKNOWN, call.details() or message)
     else:
         call.finish_as_set()
 
 
-async def _serve(handler: Any, call: "Call") -> None:
+def note_defect(method: str) -> str:
+    """A handler has raised what it should not: to be called while that is handled. Returns what its client is told."""
+    _log.exception("handler_failed", rpc=method)
+    return "the handler failed; the server's log says why"
+
+
+async def _serve(handler: Any, call: "ServicerCall") -> None:
     """Run a handler to its end and send what it returns. Raises whatever it raises."""
     if handler.request_streaming:
         request = _decoded(call, handler.request_deserializer)
         behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
     else:
-        request = _decode(call.incoming.take(), handler.request_deserializer)
+        request = _decode(call.take_request(), handler.request_deserializer)
         behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
     call.serializer = handler.response_serializer
     result = behavior(request, call)
@@ -88,7 +88,7 @@ async def _serve(handler: Any, call: "Call") -> None:
             await call.write(response)
         return
     if not inspect.isawaitable(result):
-        raise TypeError(f"{call.method} is no coroutine; this server has no threads to run it in")
+        raise TypeError(f"{call.head.method} is no coroutine; this server has no threads to run it in")
     response = await result
     if not handler.response_streaming:
         await call.write(response)
@@ -103,7 +103,7 @@ def _decode(data: bytes, deserializer: Any) -> Any:
         raise RpcError(Code.INTERNAL, "the request could not be deserialised") from None
 
 
-async def _decoded(call: "Call", deserializer: Any) -> Any:
+async def _decoded(call: "ServicerCall", deserializer: Any) -> Any:
     while (data := await call.incoming.read()) is not None:
         yield _decode(data, deserializer)
 

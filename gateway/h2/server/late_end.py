@@ -34,6 +34,10 @@ class LateEnd:
     def receive(self, data: bytes) -> None:
         """Nobody is interested, and the client's window stays as it is."""
 
+    def receive_last(self, _: bytes) -> None:
+        """What was waited for, with more that nobody is interested in."""
+        self._send()
+
     def end_request(self) -> None:
         """What was waited for."""
         self._send()

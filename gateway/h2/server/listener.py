@@ -17,11 +17,19 @@ ContextSource = Callable[[], ssl.SSLContext]
 ProtocolFactory = Callable[[], asyncio.Protocol]
 
 
-def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on every address that the host stands for, all on one port. Raises OSError.
+_shared_ports: set[int] = set()
 
-    Without SO_REUSEPORT: a second gateway on the same port must fail, not take half of the connections.
+
+def share_port(port: int) -> None:
+    """Let other processes of this user listen on the port beside this one; each gets a part of the connections.
+
+    Without it SO_REUSEPORT stays off: a second gateway on the same port must fail, not take half of the connections.
     """
+    _shared_ports.add(port)
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on every address that the host stands for, all on one port. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
@@ -32,6 +40,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
             sockets.append(each)
             each.setblocking(False)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if port in _shared_ports:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, len(found) > 1)
             each.bind(address)
