@@ -2,14 +2,15 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PEERS := .venv-peers
+PEERS_VENV := .venv-peers
+BENCH_PEERS := .venv-bench-peers
 VLLM := .venv-vllm
 VLLM_PINS := tests/real_vllm/requirements.txt
 VLLM_RELEASES ?= 0.28.0 0.30.0 0.32.0
 PYTHON ?= python3
 TORCH ?= torch==2.13.0 triton==3.9.0
 
-.PHONY: help setup setup-torch demo test fuzz chaos lint types protos bench bench-scheduling test-peers setup-vllm test-vllm \
+.PHONY: help setup setup-torch demo test fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
 	test-vllm-matrix docs clean
 
 help: ## this list
@@ -32,8 +33,9 @@ demo: $(STAMP) ## gateway + 4 ranks + real traffic on free loopback ports; KEEP=
 test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest
 
-fuzz: $(STAMP) ## ten million damaged frames for every decoder (a quarter of an hour); FRAMES=, SEED=
+fuzz: $(STAMP) ## ten million damaged frames for every decoder, and as many of HTTP/2 for the listener (20 minutes); FRAMES=, SEED=
 	$(BIN)/python -m tests.fuzz --frames $(or $(FRAMES),10000000) --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.fuzz.h2_frames --frames $(or $(FRAMES),10000000) --seed $(or $(SEED),1)
 
 chaos: $(STAMP) ## gateway, ranks and clients as processes while things go wrong; SEED=1, MINUTES=5, PROTOCOL=, MODE=, TRANSPORT=
 	$(BIN)/python -m tests.chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),5) \
@@ -60,12 +62,19 @@ bench: $(STAMP) ## micro benchmarks, CPU per token, engine steps; prints ratios
 bench-scheduling: $(STAMP) ## direct, queue and batch compared in virtual time (minutes)
 	$(BIN)/python -m tests.bench.bench_scheduling
 
-$(PEERS)/.installed: tests/peers/requirements.lock
-	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --require-hashes --only-binary :all: -r $<
+$(BENCH_PEERS)/failed.json: tests/bench/peers/install.py
+	$(BIN)/python -m tests.bench.peers.install
+
+bench-peers: $(STAMP) $(BENCH_PEERS)/failed.json ## the gateway beside its peers (13 minutes); SCENARIOS=, PEERS=, REPEATS=5, OUT=
+	$(BIN)/python -m tests.bench.peers $(if $(SCENARIOS),--scenarios $(SCENARIOS)) $(if $(PEERS),--peers $(PEERS)) \
+		$(if $(REPEATS),--repeats $(REPEATS)) $(if $(OUT),--out $(OUT))
+
+$(PEERS_VENV)/.installed: tests/peers/requirements.lock
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --require-hashes --only-binary :all: -r $<
 	@touch $@
 
-test-peers: $(STAMP) $(PEERS)/.installed ## a real router in front of the gateway (own virtual environment in .venv-peers)
+test-peers: $(STAMP) $(PEERS_VENV)/.installed ## a real router in front of the gateway (own virtual environment in .venv-peers)
 	$(BIN)/python -m pytest -m peers tests/peers
 
 $(VLLM)/.installed: $(VLLM_PINS)
@@ -95,4 +104,4 @@ docs: $(STAMP) ## regenerate the generated docs and the JSON schema
 	$(BIN)/python -m tools.generate
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) $(PEERS) $(VLLM) $(VLLM)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) $(PEERS_VENV) $(BENCH_PEERS) $(VLLM) $(VLLM)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
