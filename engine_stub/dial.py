@@ -21,10 +21,14 @@ HANDSHAKE_LINGER_MS = 1000
 
 
 class Dialled(msgspec.Struct, frozen=True):
-    """The two data sockets of a registered rank, and those to the coordinator if it was given one."""
+    """The two data sockets of a registered rank, and those to the coordinator if it was given one.
+
+    `others` are the two of each further front end, in the order of their client indexes.
+    """
 
     inputs: zmq.Socket[bytes]
     outputs: zmq.Socket[bytes]
+    others: tuple[tuple[zmq.Socket[bytes], zmq.Socket[bytes]], ...] = ()
     coordinator: CoordinatorSockets | None = None
 
 
@@ -84,35 +88,45 @@ class Dialler(msgspec.Struct, frozen=True, kw_only=True):
     async def _register(
         self, handshake: zmq.Socket[bytes], identity: bytes, card: RankCard, addresses: Addresses, faults: Faults
     ) -> Dialled:
-        input_address, output_address = addresses.inputs[0], addresses.outputs[0]
         registers_first = self.codec.registers_before_ready is not faults.swap_ready
         if not registers_first:
             handshake.send(self.codec.status("READY"))
-        inputs, outputs = self._socket(zmq.DEALER), self._socket(zmq.PUSH)
+        pairs = list(zip(addresses.inputs, addresses.outputs, strict=False))
+        opened: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
+        try:
+            for pair in pairs if self.codec.has_coordinator else pairs[:1]:
+                opened.append((self._socket(zmq.DEALER), self._socket(zmq.PUSH)))
+                self._connect(*opened[-1], identity, card, pair)
+            coordinator = await self._subscribe(addresses)
+        except BaseException:
+            for inputs, outputs in opened:
+                inputs.close()
+                outputs.close()
+            raise
+        if registers_first:
+            handshake.send(self.codec.status("READY"))
+        return Dialled(*opened[0], tuple(opened[1:]), coordinator)
+
+    def _connect(
+        self,
+        inputs: zmq.Socket[bytes],
+        outputs: zmq.Socket[bytes],
+        identity: bytes,
+        card: RankCard,
+        addresses: tuple[str, str],
+    ) -> None:
+        """Connect to one front end, and register there."""
         try:
             for data_socket in (inputs, outputs):
                 data_socket.setsockopt(zmq.LINGER, 0)
             inputs.setsockopt(zmq.IDENTITY, identity)
             inputs.setsockopt(zmq.RCVHWM, 0)
             outputs.setsockopt(zmq.SNDHWM, self.output_hwm)
-            inputs.connect(input_address)
+            inputs.connect(addresses[0])
             inputs.send(self.codec.registration(card))
-            outputs.connect(output_address)
+            outputs.connect(addresses[1])
         except zmq.ZMQError as error:
-            inputs.close()
-            outputs.close()
-            raise HandshakeError(
-                f"INIT's addresses can't be used ({input_address}, {output_address}): {error}"
-            ) from error
-        try:
-            coordinator = await self._subscribe(addresses)
-        except BaseException:
-            inputs.close()
-            outputs.close()
-            raise
-        if registers_first:
-            handshake.send(self.codec.status("READY"))
-        return Dialled(inputs, outputs, coordinator)
+            raise HandshakeError(f"INIT's addresses can't be used ({', '.join(addresses)}): {error}") from error
 
     async def _subscribe(self, addresses: Addresses) -> CoordinatorSockets | None:
         """Ask the coordinator for what it publishes, and wait for its answer, as a real rank does."""

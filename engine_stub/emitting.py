@@ -9,6 +9,14 @@ from engine_stub.wire.codec import Codec, Load
 Frames = list[bytes]
 
 
+class Addressed(list[bytes]):
+    """Frames for another front end than the first."""
+
+    def __init__(self, frames: Frames, client: int) -> None:
+        super().__init__(frames)
+        self.client = client
+
+
 class Emitter:
     """Encodes the batches of one rank. `form` is the group's; a fault may override it."""
 
@@ -24,8 +32,21 @@ class Emitter:
         faults = state.faults
         if faults.drop_tokens_every or faults.never_final:
             spoil_rows(rows, state)
+        parts = rows.by_client()
+        if len(parts) == 1 and 0 in parts:
+            return self._message(rows, distorted(load, faults), state, now)
+        # One front end gets the load: the first that has rows in this step, as with the real engine.
+        messages: list[Frames] = []
+        load = distorted(load, faults)
+        for client, part in parts.items():
+            messages += [Addressed(frames, client) for frames in self._message(part, load, state, now)]
+            load = None
+        return messages
+
+    def _message(self, rows: Rows, load: Load | None, state: FaultState, now: float) -> list[Frames]:
+        faults = state.faults
         index = self._index if faults.engine_index is None else faults.engine_index
-        frames = self._encode(rows, distorted(load, faults), index, state, now)
+        frames = self._encode(rows, load, index, state, now)
         state.batches += 1
         messages = [frames]
         if faults.garbage_every and state.batches % faults.garbage_every == 0:

@@ -64,6 +64,8 @@ class RankEngine:
         self.backend = backend
         self.records = records
         self.fate = Fate.ALIVE
+        self.clients = 1
+        """Front ends that it is connected to."""
         settings = config.telemetry
         self.telemetry = Telemetry(self.scheduler, backend.info, interval_s=settings.rate_interval_s, now=clock())
         self.timer = StepTimer(clock) if settings.step_timing else None
@@ -266,6 +268,9 @@ class RankEngine:
         self.records.received_add_waves.append(message.wave)
         self._note_wave(message.wave)
         was_aborted = self._inbox.was_aborted(request.id, now)
+        if request.client >= self.clients:
+            self._bad(Problem(f"client index {request.client} has no output socket", Consequence.MUTE), request)
+            return
         if message.problem is not None:
             self._bad(message.problem, request)
             if message.problem.consequence is not Consequence.SERVED:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from engine_stub.coordination import Coordination
 from engine_stub.dial import Dialled
+from engine_stub.emitting import Addressed
 from engine_stub.engine import Fate, RankEngine
 from engine_stub.faults import Faults
 from engine_stub.lockstep import Barrier, LockstepRank
@@ -59,8 +60,11 @@ class Serving:
         if barrier is not None:
             self._lockstep = LockstepRank(*barrier, index, self._say)
         self._watch = ConnectionWatch(sockets.inputs, names)
-        self._reader = FrameReader(sockets.inputs, self._on_frames)
-        self._sender = FrameSender(sockets.outputs, self._wake)
+        engine.clients = 1 + len(sockets.others)
+        inputs = [sockets.inputs, *(each for each, _ in sockets.others)]
+        outputs = [sockets.outputs, *(each for _, each in sockets.others)]
+        self._readers = [FrameReader(each, self._on_frames) for each in inputs]
+        self._senders = [FrameSender(each, self._wake) for each in outputs]
         self._is_open = True
         self._is_deaf = False
         self._is_woken = False
@@ -86,7 +90,8 @@ class Serving:
 
         Without work the report that is owed, if any, is sent.
         """
-        self._reader.drain()
+        for reader in self._readers:
+            reader.drain()
         if self._coordination is not None:
             self._coordination.drain()
         if not self._is_open or self._is_stalled or self._has_died():
@@ -122,7 +127,11 @@ class Serving:
         """Send messages on the output socket; a mute rank sends nothing."""
         if self._is_open and self._engine.fate is not Fate.MUTE:
             for frames in messages:
-                self._sender.send(frames)
+                if frames == [SENTINEL]:
+                    for sender in self._senders:
+                        sender.send(frames)
+                else:
+                    self._senders[frames.client if isinstance(frames, Addressed) else 0].send(frames)
 
     def close(self, linger_ms: int) -> None:
         """Close the sockets; output that was handed to libzmq gets `linger_ms` to leave. Idempotent."""
@@ -130,15 +139,18 @@ class Serving:
         for timer in (self._step_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
-        self._reader.stop()
-        self._sender.stop()
+        for reader in self._readers:
+            reader.stop()
+        for sender in self._senders:
+            sender.stop()
         if self._lockstep is not None:
             self._lockstep.leave()
         if self._coordination is not None:
             self._coordination.close(linger_ms)
         self._watch.close()
-        self._sockets.inputs.close(linger=0)
-        self._sockets.outputs.close(linger=linger_ms)
+        for inputs, outputs in ((self._sockets.inputs, self._sockets.outputs), *self._sockets.others):
+            inputs.close(linger=0)
+            outputs.close(linger=linger_ms)
 
     # Inside.
 
@@ -152,12 +164,14 @@ class Serving:
 
     def _stall_or_go_on(self) -> None:
         if self._is_stalled:
-            self._reader.stop()
+            for reader in self._readers:
+                reader.stop()
             if self._coordination is not None:
                 self._coordination.stop()
             return
         if not self._is_deaf:
-            self._reader.start()
+            for reader in self._readers:
+                reader.start()
             if self._coordination is not None:
                 self._coordination.start()
         if self._is_held:
@@ -173,11 +187,13 @@ class Serving:
             return
         if self._engine.fate is Fate.DEAF:
             self._is_deaf = True
-            self._reader.stop()
+            for reader in self._readers:
+                reader.stop()
             if self._coordination is not None:
                 self._coordination.stop()
             self._watch.close()
-            self._sockets.inputs.close(linger=0)
+            for inputs in (self._sockets.inputs, *(each for each, _ in self._sockets.others)):
+                inputs.close(linger=0)
         self._wake()
         self._on_change()
 
@@ -192,7 +208,12 @@ class Serving:
         self._begin()
 
     def _begin(self) -> None:
-        if not self._is_open or self._is_stepping or self._is_stalled or self._sender.is_blocked:
+        if (
+            not self._is_open
+            or self._is_stepping
+            or self._is_stalled
+            or any(sender.is_blocked for sender in self._senders)
+        ):
             return
         if self._has_died():
             return

@@ -5,6 +5,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import structlog
 
@@ -34,6 +35,21 @@ _FLUSH_GRACE_S = 2.0
 _WARNED = (RankState.LOST, RankState.SUSPECT, RankState.EJECTED)
 
 
+class Seat(NamedTuple):
+    """A gateway's place among others that one supervisor keeps. Alone, it has none of its own.
+
+    `client_index` is the place of its addresses in what ranks are told.
+    """
+
+    process: int | None = None
+    client_index: int = 0
+    make_reloader: Callable[..., Reloader] = Reloader
+    make_servers: Callable[..., GrpcServers] = GrpcServers
+
+
+_ALONE = Seat()
+
+
 class Gateway:
     """One running gateway, to `start` and `stop`; `gateway.process` adds what a process has around it.
 
@@ -41,10 +57,17 @@ class Gateway:
     """
 
     def __init__(
-        self, config: Config, load: Callable[[], Config] | None = None, manager: ServiceManager | None = None
+        self,
+        config: Config,
+        load: Callable[[], Config] | None = None,
+        manager: ServiceManager | None = None,
+        seat: Seat = _ALONE,
     ) -> None:
         self.config = config
         self.log = structlog.get_logger("gateway")
+        if seat.process is not None:
+            self.log = self.log.bind(process=seat.process)
+        self._seat = seat
         self.manager = ServiceManager({}) if manager is None else manager
         self._random = random.Random(config.policy.seed)  # noqa: S311 - spreading load is no secret
         self.router = Router(config, nonce=secrets.token_hex(8), rng=self._random.random)
@@ -56,12 +79,14 @@ class Gateway:
             on_defect=self._on_defect,
         )
         store = StateStore(config.state_dir) if config.state_dir is not None else None
-        self.link = EngineLink(config, emit=self._on_engine_event, log=self.log, store=store)
+        self.link = EngineLink(
+            config, emit=self._on_engine_event, log=self.log, store=store, client_index=seat.client_index
+        )
         self.driver.link = self.link
         self.security = Security(config.listen)
         self.reloader = None if load is None else self._make_reloader(load)
         engine = engine_service(config, self.driver)
-        self.servers = GrpcServers(config, self.driver, [engine], self.security, self.reloader)
+        self.servers = seat.make_servers(config, self.driver, [engine], self.security, self.reloader)
         self.metrics = Metrics(
             config,
             self.router,
@@ -160,7 +185,8 @@ class Gateway:
             else:
                 self.manager.ready(self.status())
 
-        return Reloader(load, in_force=lambda: (self.config, self.router.layout), apply=self.reconfigure, around=around)
+        make = self._seat.make_reloader
+        return make(load, in_force=lambda: (self.config, self.router.layout), apply=self.reconfigure, around=around)
 
     def _start_metrics(self) -> None:
         if self.config.listen.metrics is not None:

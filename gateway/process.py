@@ -33,9 +33,9 @@ def run(config: Config, config_path: Path, load: Callable[[], Config], identity:
     observability = config.observability
     logs.configure(observability.log_level, observability.log_format)
     log = structlog.get_logger("gateway")
-    _raise_open_files_limit()
+    raise_open_files_limit()
     try:
-        return _run(_serve(config, config_path, load, identity))
+        return run_loop(_serve(config, config_path, load, identity))
     except (OSError, ListenError) as error:
         # An address in use is the operator's to fix: the message is enough, a traceback would hide it.
         log.error("start_failed", error=str(error), config=str(config_path))  # noqa: TRY400
@@ -60,10 +60,7 @@ async def _serve(config: Config, config_path: Path, load: Callable[[], Config], 
     on_change = partial(reloader.reload, "file")
     watch = FileWatch(config_path, identity, lambda: gateway.config.reload.watch_interval_s, on_change)
     await gateway.start()
-    # What start-up built lives as long as the process: keep the collector from walking it again.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    settle_memory()
     manager.ready(gateway.status())
     routines = (manager.keep_alive(), watch.run(), _reload_when(reload, reloader))
     tasks = [asyncio.create_task(routine) for routine in routines]
@@ -85,7 +82,14 @@ async def _reload_when(wanted: asyncio.Event, reloader: Reloader) -> None:
         await reloader.reload("SIGHUP")
 
 
-def _raise_open_files_limit() -> None:
+def settle_memory() -> None:
+    """What start-up built lives as long as the process: keep the collector from walking it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
+
+def raise_open_files_limit() -> None:
     """Take the open files that the system allows: every rank and every client connection needs some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
@@ -93,7 +97,7 @@ def _raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _run(main: Coroutine[Any, Any, int]) -> int:
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """Use uvloop where it is available, asyncio otherwise: same behaviour, about half the CPU per call."""
     try:
         import uvloop  # noqa: PLC0415 - not on every platform

@@ -155,6 +155,16 @@ class Rows(msgspec.Struct):
             return self
         return Rows(self.sequences + later.sequences, self.tokens + later.tokens, self.finishes + later.finishes)
 
+    def by_client(self) -> "dict[int, Rows]":
+        """The rows of each front end; without rows, none for the first."""
+        clients = {sequence.request.client for sequence in self.sequences}
+        if clients <= {0}:
+            return {0: self}
+        parts: dict[int, Rows] = {}
+        for sequence, tokens, finish in zip(self.sequences, self.tokens, self.finishes, strict=True):
+            parts.setdefault(sequence.request.client, Rows()).add(sequence, tokens, finish)
+        return parts
+
     def without(self, request_id: str) -> "Rows":
         """The rows of all other requests."""
         kept = Rows()

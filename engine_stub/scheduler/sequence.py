@@ -58,6 +58,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = GREEDY
     uses_prefix_cache: bool = True
     cache_salt: str = ""
+    client: int = 0
+    """Which of the front ends it came from; its rows go there."""
 
 
 class Phase(IntEnum):

@@ -23,7 +23,7 @@ class BareStatus(msgspec.Struct):
 
 
 class Addresses(msgspec.Struct):
-    """Where the gateway listens for this rank. Only the first of each list is used."""
+    """Where the gateway listens for this rank: one of each per front end; TokenSpeed uses the first ones."""
 
     inputs: list[str]
     outputs: list[str]

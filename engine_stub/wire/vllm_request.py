@@ -91,6 +91,7 @@ def to_add(message: EngineCoreRequest, config: StubConfig) -> Add:
         sampling=_sampling(params),
         uses_prefix_cache=not params.skip_reading_prefix_cache,
         cache_salt=message.cache_salt or "",
+        client=message.client_index,
     )
     return Add(request, _problem(message, config), message.current_wave)
 
@@ -116,8 +117,6 @@ def _problem(message: EngineCoreRequest, config: StubConfig) -> Problem | None:
     reason = _deadly(message, config)
     if reason is not None:
         return Problem(reason, Consequence.DEAD)
-    if message.client_index != 0:
-        return Problem(f"client index {message.client_index} has no output socket", Consequence.MUTE)
     if params is None:
         what = "pooling" if message.pooling_params is not None else "neither sampling nor pooling parameters"
         return Problem(f"{what}: this rank only generates", Consequence.REFUSED)

@@ -1,17 +1,17 @@
 """`rankgate serve`."""
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import click
 
-from gateway.cli.common import config_option, load_config_or_exit
+from gateway.cli.common import EXIT_USAGE, config_option, fail
 from gateway.config.values import LogLevel
 
 if TYPE_CHECKING:
     from gateway.config.schema import Config
+    from gateway.processes.source import Source
 
 
 @click.command()
@@ -24,44 +24,49 @@ if TYPE_CHECKING:
     help="Instead of observability.log_level.",
 )
 @click.option("--grpc", metavar="HOST:PORT", envvar="RANKGATE_GRPC", show_envvar=True, help="Instead of listen.grpc.")
-def serve(config_path: Path | None, log_level: LogLevel | None, grpc: str | None) -> None:
+@click.option(
+    "--processes",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    envvar="RANKGATE_PROCESSES",
+    show_envvar=True,
+    help="Instead of processes.",
+)
+def serve(config_path: Path | None, log_level: LogLevel | None, grpc: str | None, processes: int | None) -> None:
     """Run the gateway until SIGTERM or SIGINT."""
     if config_path is None:
         raise click.UsageError("name the configuration file with -c FILE or RANKGATE_CONFIG")
     from gateway.edges.reload import file_identity
+    from gateway.processes.source import Source
 
+    source = Source(path=str(config_path), log_level=log_level, grpc=grpc, processes=processes)
     identity = file_identity(config_path)
-    config = _override(load_config_or_exit(config_path), log_level, grpc)
-    load = partial(_load, config_path, log_level, grpc)
+    text, config = _read(source)
     # gRPC's C core writes lines of its own to stderr, where JSON lines are promised. What it has to say about a bad
     # address is said by the gateway; whoever wants more can set the variable. It is read on import.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if config.processes > 1:
+        from gateway.processes import supervisor
+
+        raise SystemExit(supervisor.run(config, source, text, identity))
     from gateway.process import run
 
-    raise SystemExit(run(config, config_path, load, identity))
+    raise SystemExit(run(config, config_path, source.load, identity))
 
 
-def _load(path: Path, log_level: LogLevel | None, grpc: str | None) -> "Config":
-    """The file as it is now, with the flags of the start. Raises ConfigError."""
-    from gateway.config.loader import ConfigError, load_config
-
-    config = load_config(path)
-    try:
-        return _override(config, log_level, grpc)
-    except click.BadParameter as error:
-        raise ConfigError(path, None, None, f"--grpc: {error.message}") from None
-
-
-def _override(config: "Config", log_level: LogLevel | None, grpc: str | None) -> "Config":
-    """The configuration with the flags put in; what the flag breaks is a usage error."""
-    from msgspec import structs
-
+def _read(source: "Source") -> "tuple[str, Config]":
+    """The file's text and the configuration; what a flag breaks is a usage error."""
     from gateway.config.checks import check
+    from gateway.config.loader import ConfigError, parse_config
 
-    if log_level is not None:
-        config = structs.replace(config, observability=structs.replace(config.observability, log_level=log_level))
-    if grpc is not None:
-        config = structs.replace(config, listen=structs.replace(config.listen, grpc=grpc))
+    try:
+        text = source.read()
+        # First without the flags that a check may object to: they don't mend a file.
+        parsed = parse_config(text, source.path)
+    except ConfigError as error:
+        fail(str(error), EXIT_USAGE)
+    config = source.override(parsed)
+    if config != parsed:
         for problem in check(config):
-            raise click.BadParameter(problem.message, param_hint="--grpc")
-    return config
+            raise click.BadParameter(problem.message, param_hint=source.flags)
+    return text, config

@@ -26,10 +26,12 @@ def check(config: Config) -> Iterator[Problem]:
     """Yield every problem of a configuration whose types are right."""
     yield from _check_addresses(config)
     yield from _check_auth(config)
+    yield from _check_flushing(config)
     yield from _check_model(config)
     yield from _check_groups(config)
     for number, group in enumerate(config.groups):
         yield from _check_group(group, ("groups", number))
+    yield from _check_processes(config)
     yield from _check_policy(config)
     yield from _check_failure(config)
     yield from check_scheduling(config)
@@ -88,6 +90,21 @@ def _check_auth(config: Config) -> Iterator[Problem]:
             )
 
 
+def _check_flushing(config: Config) -> Iterator[Problem]:
+    interval, delay_ms = config.listen.stream_interval_tokens, config.listen.max_flush_delay_ms
+    if interval > 1 and not delay_ms:
+        yield Problem(
+            ("listen", "stream_interval_tokens"),
+            f"with {interval}, set max_flush_delay_ms as well: else a slow sequence's tokens could wait for ever",
+        )
+    elif delay_ms and interval == 1:
+        yield Problem(
+            ("listen", "max_flush_delay_ms"),
+            "'max_flush_delay_ms' has no effect with stream_interval_tokens 1; leave it out",
+            at_key=True,
+        )
+
+
 def _check_model(config: Config) -> Iterator[Problem]:
     seen: set[int] = set()
     for index, token_id in enumerate(config.model.eos_token_ids):
@@ -116,6 +133,21 @@ def _check_groups(config: Config) -> Iterator[Problem]:
         total += group.ranks
         if total > MAX_RANKS:
             yield Problem(("groups", number, "ranks"), f"{total} ranks up to here; a gateway takes at most {MAX_RANKS}")
+
+
+def _check_processes(config: Config) -> Iterator[Problem]:
+    processes, place = config.processes, ("processes",)
+    if processes == 1:
+        return
+    ranks = sum(group.ranks for group in config.groups)
+    if config.listen.transport != "fast":
+        yield Problem(place, f"{processes} processes share listen.grpc, which listen.transport: fast can")
+    elif any(group.coupled for group in config.groups):
+        yield Problem(place, "the ranks of a coupled group step together, and one process has to see all of it: use 1")
+    elif config.groups[0].protocol == "tokenspeed" and processes > ranks:
+        yield Problem(
+            place, f"a TokenSpeed rank speaks to one process, so {ranks} ranks take at most {ranks} processes"
+        )
 
 
 def _check_group(group: Group, loc: Loc) -> Iterator[Problem]:

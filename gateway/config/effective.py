@@ -60,7 +60,7 @@ def _effective_scheduling(scheduling: Scheduling) -> Scheduling:
 
 def remarks(config: Config) -> list[str]:
     """What helps to read a configuration: how ranks are numbered, then `cautions`. One sentence each."""
-    return [*_rank_numbers(config), *cautions(config)]
+    return [*_rank_numbers(config), *_processes(config), *cautions(config)]
 
 
 def cautions(config: Config) -> list[str]:
@@ -112,6 +112,15 @@ def _rank_numbers(config: Config) -> Iterator[str]:
             first += group.ranks
 
 
+def _processes(config: Config) -> Iterator[str]:
+    if config.processes > 1:
+        ranks = "has every rank" if config.groups[0].protocol == "vllm" else "has its part of the ranks"
+        yield (
+            f"each of the {config.processes} processes {ranks}, and admission, limits, the queue, the preserved order and"
+            " the response cache are each process's own"
+        )
+
+
 def _readiness(config: Config) -> Iterator[str]:
     if all(group.min_ready == 0 for group in config.groups):
         yield "every min_ready is 0: the gateway reports ready before any rank has joined"
@@ -127,5 +136,6 @@ def _limits(config: Config) -> Iterator[str]:
             f"admission.max_in_flight {admission.max_in_flight} is never reached:"
             f" {total} ranks x max_in_flight_per_rank {per_rank} = {total * per_rank}"
         )
-    if config.gateways > 1 and resolve(config.policy).tie_break == "first":
+    shares = config.gateways > 1 or (config.processes > 1 and config.groups[0].protocol == "vllm")
+    if shares and resolve(config.policy).tie_break == "first":
         yield "with several gateways, tie_break first sends all of them to the same rank"

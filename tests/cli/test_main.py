@@ -41,7 +41,7 @@ def test_every_command_has_help():
 
 ACCESS = {f"RANKGATE_{name}" for name in ("TLS", "CA_FILE", "CERT_FILE", "KEY_FILE", "SERVER_NAME", "TOKEN_FILE")}
 VARIABLES = {
-    "serve": {"RANKGATE_CONFIG", "RANKGATE_LOG_LEVEL", "RANKGATE_GRPC"},
+    "serve": {"RANKGATE_CONFIG", "RANKGATE_LOG_LEVEL", "RANKGATE_GRPC", "RANKGATE_PROCESSES"},
     "check-config": {"RANKGATE_CONFIG"},
     "ranks": {"RANKGATE_ADDRESS"} | ACCESS,
     "explain": {"RANKGATE_CONFIG", "RANKGATE_ADMIN_ADDRESS"} | ACCESS,

@@ -36,6 +36,9 @@ SECTIONS = [
     ("listen: {grpc: §ipv4:0.0.0.0:1}\n", "put the IPv6 address in brackets, [ipv4:0.0.0.0] (at $.listen.grpc)"),
     ("listen: {grpc: 127.0.0.1:7000, admin: §localhost:7000}\n", "localhost:7000 is already taken by $.listen.grpc (at $.listen.admin)"),
     ("listen: {allow_wildcard: true, grpc: 0.0.0.0:7000, metrics: §127.0.0.1:7000}\n", "127.0.0.1:7000 is already taken by $.listen.grpc (at $.listen.metrics)"),
+    ("listen: {stream_interval_tokens: §8}\n", "with 8, set max_flush_delay_ms as well: else a slow sequence's tokens could wait for ever (at $.listen.stream_interval_tokens)"),
+    ("listen: {§max_flush_delay_ms: 20}\n", "'max_flush_delay_ms' has no effect with stream_interval_tokens 1; leave it out (at $.listen.max_flush_delay_ms)"),
+    ("processes: §2\n", "2 processes share listen.grpc, which listen.transport: fast can (at $.processes)"),
     ("failure: {eject: {base_s: §500}}\n", "base_s is 500, above max_s, 300 (at $.failure.eject.base_s)"),
     ("§policy: {}\n", "set 'preset' or 'cost' (at $.policy)"),
     ("§policy: {picker: random}\n", "set 'preset' or 'cost' (at $.policy)"),
@@ -82,6 +85,27 @@ def test_body(old, new, message):
     assert refused(BASE.replace(old, new)) == message
 
 
+@pytest.mark.parametrize(
+    ("protocol", "more", "message"),
+    [
+        ("vllm", "", None),
+        ("tokenspeed", "", "a TokenSpeed rank speaks to one process, so 2 ranks take at most 2 processes"),
+        (
+            "vllm",
+            "\n    coupled: true",
+            "the ranks of a coupled group step together, and one process has to see all of it: use 1",
+        ),
+    ],
+)
+def test_processes(protocol, more, message):
+    body = BASE.replace("protocol: vllm", f"protocol: {protocol}").replace("ranks: 2", f"ranks: 2{more}")
+    text = body + "listen: {transport: fast}\nprocesses: §3\n"
+    if message is None:
+        assert parse_config(text.replace("§", ""), "f.yaml").processes == 3
+    else:
+        assert refused(text) == f"{message} (at $.processes)"
+
+
 def test_one_ipc_path_for_two_groups():
     text = BASE.replace("tcp://127.0.0.1:5570", "ipc:///run/a") + SECOND.replace(
         "tcp://127.0.0.1:5571", "§ipc:///run/x/../a"
@@ -115,6 +139,7 @@ ACCEPTED = [
     BASE.replace("ranks: 2", "ranks: 2\n    sockets: {transport: tcp, host: '[fd00::1]'}"),
     BASE.replace("ranks: 2", "ranks: 2\n    sockets: {transport: tcp, host: fd00::1}"),
     BASE.replace("127.0.0.1:5570", "127.0.0.1:0"),
+    BASE + "listen: {stream_interval_tokens: 8, max_flush_delay_ms: 20}\n",
     BASE + "policy: {cost: in_flight * 2, picker: p2c, seed: -5}\n",
     BASE + "policy: {preset: smg, tie_break: first, tie_tolerance: {absolute: 1}}\n",
 ]

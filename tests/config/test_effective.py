@@ -119,6 +119,19 @@ GROUP = "  - {name: b, protocol: vllm, handshake: 'tcp://10.0.0.1:0', ranks: 2, 
             BASE + "gateways: 2\npolicy: {preset: vllm_4w_r}\n",
             ["with several gateways, tie_break first sends all of them to the same rank"],
         ),
+        (
+            BASE + "processes: 2\nlisten: {transport: fast}\npolicy: {preset: vllm_4w_r}\n",
+            [
+                "each of the 2 processes has every rank, and admission, limits, the queue, the preserved order and the response cache are each process's own",
+                "with several gateways, tie_break first sends all of them to the same rank",
+            ],
+        ),
+        (
+            BASE.replace("vllm", "tokenspeed") + "processes: 2\nlisten: {transport: fast}\n",
+            [
+                "each of the 2 processes has its part of the ranks, and admission, limits, the queue, the preserved order and the response cache are each process's own",
+            ],
+        ),
     ],
 )
 def test_remarks(text, expected):

@@ -237,6 +237,12 @@ def test_sampling_values_out_of_range_deafen_a_real_rank(codec, params):
     assert message.request.id == "r"
 
 
+def test_a_request_says_which_front_end_it_is_of(codec):
+    message = codec.decode(add_frames("r", [1], {"max_tokens": 4}, None, None, 1))
+    assert message.problem is None
+    assert message.request.client == 1
+
+
 @pytest.mark.parametrize(
     ("frames", "consequence"),
     [
@@ -245,7 +251,6 @@ def test_sampling_values_out_of_range_deafen_a_real_rank(codec, params):
         (add_frames(prompt=None), Consequence.DEAD),
         (add_frames(prompt=[1] * 65), Consequence.DEAD),
         (add_frames(sampling={"allowed_token_ids": [1000]}), Consequence.DEAD),
-        (add_frames("r", [1], {}, None, None, 1), Consequence.MUTE),
         (add_frames(sampling={"max_tokens": None}), Consequence.REFUSED),
         (add_frames(sampling={"structured_outputs": {"regex": "a"}}), Consequence.REFUSED),
         ([b"\x00", msgspec.msgpack.encode(["r", [1], None, None, None, 1.5, None, None, None])], Consequence.REFUSED),
