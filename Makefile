@@ -10,7 +10,7 @@ VLLM_RELEASES ?= 0.28.0 0.30.0 0.32.0
 PYTHON ?= python3
 TORCH ?= torch==2.13.0 triton==3.9.0
 
-.PHONY: help setup setup-torch demo test fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
+.PHONY: help setup setup-torch demo test test-grpcio fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
 	test-vllm-matrix docs clean
 
 help: ## this list
@@ -32,6 +32,9 @@ demo: $(STAMP) ## gateway + 4 ranks + real traffic on free loopback ports; KEEP=
 
 test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest
+
+test-grpcio: $(STAMP) ## the tests of everything northbound once more, behind grpcio instead of our own transport
+	RANKGATE_TEST_TRANSPORT=grpcio $(BIN)/python -m pytest tests/edges tests/integration tests/e2e
 
 fuzz: $(STAMP) ## ten million damaged frames for every decoder, and as many of HTTP/2 for the listener (20 minutes); FRAMES=, SEED=
 	$(BIN)/python -m tests.fuzz --frames $(or $(FRAMES),10000000) --seed $(or $(SEED),1)
