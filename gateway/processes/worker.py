@@ -76,6 +76,7 @@ class Worker:
         config = self._share(begin.text)
         logs.configure(config.observability.log_level, config.observability.log_format)
         log = structlog.get_logger("gateway")
+        process.share_one_heap()
         process.raise_open_files_limit()
         self._relay = AdminRelay(peer, begin.process)
         seat = Seat(
