@@ -19,7 +19,7 @@ from gateway.types import FinishReason, TokenLogprob
 # order of use; a sequence beside its tokens; a token's log probability and each alternative as objects of their own.
 ENTRY_BYTES = 344
 SEQUENCE_BYTES = 176
-LOGPROB_BYTES = 128
+LOGPROB_BYTES = 112
 ALTERNATIVE_BYTES = 128
 SMALLEST_BYTES = ENTRY_BYTES + SEQUENCE_BYTES
 

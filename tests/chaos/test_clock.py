@@ -17,6 +17,7 @@ LABELS = {
     "gateway/edges/logs.py",  # when a line was written
     "gateway/edges/metrics_reload.py",  # when a configuration was loaded
     "gateway/edges/reload.py",
+    "gateway/processes/reload.py",
 }
 """Modules that show the time of day to somebody."""
 WALL_CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}

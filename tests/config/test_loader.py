@@ -56,7 +56,7 @@ UNKNOWN_AND_MISSING = [
     ("§lissten: {}\n", "unknown key 'lissten'; did you mean 'listen'? (at $.lissten)"),
     ("filters: {§kv_ft: off}\n", "unknown key 'kv_ft'; did you mean 'kv_fit'? (at $.filters.kv_ft)"),
     ("drain: {§zzz: 1}\n", "unknown key 'zzz'; known here: delay_s, grace_s (at $.drain.zzz)"),
-    ("§1: 2\n", "unknown key '1'; known here: version, listen, model, groups, gateways, state_dir, policy, filters, load, predictor, admission, scheduling, slo, ordering, preserve, response_cache, limits, failure, drain, reload, observability (at $['1'])"),
+    ("§1: 2\n", "unknown key '1'; known here: version, listen, model, groups, gateways, processes, state_dir, policy, filters, load, predictor, admission, scheduling, slo, ordering, preserve, response_cache, limits, failure, drain, reload, observability (at $['1'])"),
     ("§filters:\n", "'filters' has no value; leave the key out for its default (at $.filters)"),
     ("gateways: 1\n§gateways: 2\n", "duplicate key 'gateways', first on line 8 (at $.gateways)"),
 ]  # fmt: skip
