@@ -14,13 +14,12 @@ from gateway.core.counters import Counters
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import BatchReceived, DrainStarted, RankLost
 from gateway.core.ranks import RankState
-from gateway.edges import metrics
 from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges import metrics_values as values
 from gateway.edges.engine_link.counters import LinkCounters
 from gateway.edges.logs import LineLogger
 from gateway.edges.metrics import TTFT_BOUNDS
-from gateway.edges.metrics_families import Histogram
+from gateway.edges.metrics_families import Histogram, link_counters
 from gateway.types import EngineBatch
 from gateway.wire.common import Fault, Noise
 from tests.support.core import load, make_info, wire_id
@@ -401,7 +400,7 @@ def test_counters_may_get_new_keys_while_they_are_copied():
         for _ in range(400):
             garbage = [Garbage() for _ in range(30)]
             del garbage
-            for _ in metrics._link_counters(world.link):
+            for _ in link_counters(world.link):
                 pass
     assert not failures
 

@@ -13,7 +13,9 @@ class Intake:
 
     def __init__(self, env: LinkEnv, protocol: EngineProtocol, rank: int, engine_index: int) -> None:
         self._env = env
-        self._protocol = protocol
+        self._counters = env.counters
+        self._emit = env.events.emit
+        self._decode = protocol.decode_output
         self._rank = rank
         self._engine_index = engine_index
         # The incarnation was given up for its silence, and nothing was heard since.
@@ -24,10 +26,9 @@ class Intake:
 
         `incarnation` None: nobody has joined. No attempt of this gateway can be in such a message, it is dropped.
         """
-        counters = self._env.counters
+        counters = self._counters
         counters.frames += 1
-        first = frames[0].bytes
-        message = self._protocol.decode_output([first] if len(frames) == 1 else [frame.bytes for frame in frames])
+        message = self._decode([frame.bytes for frame in frames] if len(frames) > 1 else [frames[0].bytes])
         # `isinstance` costs 0.3 us with a Struct, whose metaclass is an ABCMeta.
         if type(message) is EngineDead:
             return True
@@ -40,8 +41,9 @@ class Intake:
         else:
             self.is_silent = False
             if type(message) is EngineBatch:
-                self._check(message)
-                self._env.events.emit(BatchReceived(self._rank, incarnation, message))
+                if message.engine_index != self._engine_index or message.fault or message.load_fault:
+                    self._check(message)
+                self._emit(BatchReceived(self._rank, incarnation, message))
             else:
                 counters.controls += 1
                 self._env.events.emit(RankHeard(self._rank, incarnation))
@@ -49,9 +51,7 @@ class Intake:
 
     def _check(self, batch: EngineBatch) -> None:
         index, fault, load_fault = batch.engine_index, batch.fault, batch.load_fault
-        if index == self._engine_index and fault is None and load_fault is None:
-            return
-        counters = self._env.counters
+        counters = self._counters
         if index is not None and index != self._engine_index:
             counters.index_mismatch += 1
             self._env.limited_log.warning("engine_index_mismatch", rank=self._rank, claimed=index)

@@ -19,8 +19,8 @@ import zmq
 from zmq.backend import Socket as _Backend
 
 MAX_MESSAGES_PER_CALLBACK = 64
-MAX_HELD_BYTES = 8 * 1024 * 1024
-"""Messages are read ahead of their handling up to here."""
+MAX_HELD_BYTES = 256 * 1024
+"""Messages are read ahead of their handling up to here, and so handled before output leaves: some thousand rows, or one message."""
 NOBLOCK = int(zmq.NOBLOCK)
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _recv: Callable[["Socket", int, bool], zmq.Frame] = _Backend.recv  # type: ignore[assignment]  # its overloads say Literal
@@ -104,13 +104,16 @@ class SocketReader:
         room_bytes = MAX_HELD_BYTES
         for number in range(limit):
             try:
-                frames = receive(socket)
+                frame = _recv(socket, NOBLOCK, False)
             except zmq.Again:
                 return True
+            frames = [frame]
+            if frame.more:
+                frames += receive(socket)
             held.append(frames)
             if number == 0 and not _get(socket, _EVENTS) & _POLLIN:
                 return True
-            room_bytes -= len(frames[0])
+            room_bytes -= len(frame)
             if room_bytes < 0:
                 return False
         return False
