@@ -28,7 +28,7 @@ _prefixes = _Prefixes()
 class _Sending:
     """What a message touches, in one place: the slots of a base class come first."""
 
-    __slots__ = ("backlog", "has_ended", "has_headers", "id", "out", "send_window")
+    __slots__ = ("backlog", "has_ended", "has_headers", "head", "head_length", "id", "out", "send_window")
 
 
 class Stream(_Sending):
@@ -53,6 +53,9 @@ class Stream(_Sending):
     def __init__(self, number: int, out: "Outbound", send_window: int, window_bytes: int) -> None:
         self.number = number
         self.id = number.to_bytes(4)
+        # The frame's head and gRPC's prefix as they were last sent, for as many bytes: most messages are like the last one.
+        self.head = b""
+        self.head_length = 0
         self.out = out
         self.send_window = send_window
         # What the client may still send, and what of that which it has sent is done with.
@@ -91,5 +94,10 @@ class Stream(_Sending):
         parts = out.parts
         if not parts:
             out.wake()
-        parts += (DATA_HEADS[length], self.id, _prefixes[size], message)
+        if length == self.head_length:
+            head = self.head
+        else:
+            head = self.head = DATA_HEADS[length] + self.id + _prefixes[size]
+            self.head_length = length
+        parts += (head, message)
         return True
