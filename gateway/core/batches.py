@@ -69,15 +69,17 @@ class BatchIntake:
 
     def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> BatchResult | None:
         """Store the load, append every row, and say what ended, if anything did. Releases are the caller's."""
-        self._counters.batches[rank] += 1
+        self._counters.batches[rank] += batch.messages
         table, ids = self._table, batch.ids
         was_empty = not table.in_flight[rank]
         if not self._unstarted_then[rank] and table.in_flight_decode[rank] and len(ids):
-            # Between two batches with rows of a rank that only decodes lies one of its steps.
-            table.observe_step(rank, round((now - self._last_batch_at[rank]) * 1e6))
+            # Between two messages with rows of a rank that only decodes lies one of its steps.
+            table.observe_step(rank, round((now - self._last_batch_at[rank]) / batch.messages * 1e6))
         self._last_batch_at[rank] = now
         report = batch.load
         if report is not None:
+            if batch.earlier_loads:
+                self._load.store_earlier(rank, batch.earlier_loads, now, is_idle=was_empty)
             self._load.store(rank, report, now)
         self._append_rows(rank, batch, now, dirty)
         self._unstarted_then[rank] = table.in_flight_prefill[rank]

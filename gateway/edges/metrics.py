@@ -154,15 +154,16 @@ class Metrics(Collector):
         """Note a batch's arrival, before the core sees it; costs the same for one row and for a thousand.
 
         What decodes on the rank has waited since the rank's previous batch for its next token. So the
-        time between the two counts once for each row, up to the number of decoding sequences.
+        time between the two counts once for each row, up to the number of decoding sequences. Of joined
+        messages each has its share of that time: nothing else is known of when they were sent.
         """
-        rows, rank = len(event.batch.ids), event.rank
+        rows, rank, messages = len(event.batch.ids), event.rank, event.batch.messages
         if not rows:
             return
         last_at = self._last_batch_at
         decoding = self._router.ranks.in_flight_decode[rank]
         if decoding:
-            self._itl.observe(now - last_at[rank], min(rows, decoding))
+            self._itl.observe((now - last_at[rank]) / messages, min(rows, decoding * messages))
         last_at[rank] = now
 
     # --- serving ---------------------------------------------------------------------------------

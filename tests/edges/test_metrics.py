@@ -182,6 +182,21 @@ def test_the_inter_token_time_is_weighted_by_the_sequences_that_waited():
     assert got["rankgate_inter_token_latency_seconds_bucket", ("le", "0.025")] == 2
 
 
+def test_joined_messages_share_the_time_since_the_last_batch():
+    world = World(1)
+    first, second = world.request(), world.request()
+    ids = [wire_id(first), wire_id(second)]
+    world.batch(0, [(each, [1]) for each in ids])
+    world.metrics.observe_batch(BatchReceived(0, 1, EngineBatch(ids=ids, token_ids=[], finish=[])), world.now)
+    before = world.samples()
+    joined = EngineBatch(ids=ids * 3, token_ids=[[1]] * 6, finish=[""] * 6, messages=3)
+    world.metrics.observe_batch(BatchReceived(0, 1, joined), world.now + 0.06)
+    after = world.samples()
+    count, total = (("rankgate_inter_token_latency_seconds_" + name,) for name in ("count", "sum"))
+    assert after[count] - before[count] == 6
+    assert after[total] - before[total] == pytest.approx(6 * 0.02)
+
+
 def test_load_reports_without_rows_do_not_count_as_a_step():
     world = World(1)
     request = world.request()
