@@ -10,6 +10,9 @@ VLLM_RELEASES ?= 0.28.0 0.30.0 0.32.0
 PYTHON ?= python3
 TORCH ?= torch==2.13.0 triton==3.9.0
 
+# Half of the tests' time is waiting.
+JOBS ?= 2
+
 .PHONY: help setup setup-torch demo test test-grpcio fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
 	test-vllm-matrix docs clean
 
@@ -30,8 +33,8 @@ setup-torch: $(STAMP) ## adds torch to .venv, for the torch backend and its test
 demo: $(STAMP) ## gateway + 4 ranks + real traffic on free loopback ports; KEEP=1 stays up, PROTOCOL=vllm|tokenspeed, ENGINE=synthetic
 	$(BIN)/python -m tools.demo $(if $(KEEP),--keep) $(if $(PROTOCOL),--protocol $(PROTOCOL)) $(if $(ENGINE),--backend $(ENGINE))
 
-test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(STAMP) ## the whole test suite, in JOBS=2 processes
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-grpcio: $(STAMP) ## the tests of everything northbound once more, behind grpcio instead of our own transport
 	RANKGATE_TEST_TRANSPORT=grpcio $(BIN)/python -m pytest tests/edges tests/integration tests/e2e
