@@ -56,9 +56,9 @@ class Listen(Strict, frozen=True, kw_only=True):
     admin: Annotated[Port, Meta(description="operators: AdminService")] = "127.0.0.1:50052"
     metrics: Annotated[Port | None, Meta(description="Prometheus; null switches it off")] = "127.0.0.1:9090"
     transport: Annotated[
-        Literal["fast", "grpcio"],
-        Meta(description="server of both gRPC listeners: our own, made for streams of small messages, or grpcio"),
-    ] = "fast"
+        Literal["grpcio", "fast"],
+        Meta(description="server of both gRPC listeners: grpcio, or our own, made for streams of small messages"),
+    ] = "grpcio"
     stream_interval_tokens: Annotated[
         Count,
         Meta(

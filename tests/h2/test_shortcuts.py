@@ -100,7 +100,7 @@ def state(connection):
         inbound.last_stream_id,
         inbound.credit,
         out.send_window,
-        min(budgets._burst, budgets.updates),
+        budgets._updates,
         connection.is_failed,
     )
 
