@@ -59,15 +59,6 @@ class Listen(Strict, frozen=True, kw_only=True):
         Literal["grpcio", "fast"],
         Meta(description="server of both gRPC listeners: grpcio, or our own, made for streams of small messages"),
     ] = "grpcio"
-    stream_interval_tokens: Annotated[
-        Count,
-        Meta(
-            description="tokens of a sequence that leave together; the first and the last ones never wait; 1: all at once"
-        ),
-    ] = 1
-    max_flush_delay_ms: Annotated[
-        float, Meta(ge=0, le=60_000, description="longest time that a token waits for stream_interval_tokens")
-    ] = 0.0
     max_message_bytes: Annotated[Bytes, Meta(description="largest gRPC message in either direction")] = 64 * 1024 * 1024
     keepalive: Keepalive = Keepalive()
     allow_wildcard: Annotated[bool, Meta(description="permit binding to all interfaces (0.0.0.0, ::, *)")] = False

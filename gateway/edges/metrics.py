@@ -168,19 +168,8 @@ class Metrics(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
-        try:
-            server = serve_page(
-                host.strip("[]"),
-                port,
-                registry,
-                tls_context=security.tls_context(),
-                authenticator=security.authenticator("metrics"),
-            )
-        except OSError as error:
-            problem = f"listen.metrics: cannot listen on {host}:{port}: {error.strerror or error}"
-            raise OSError(error.errno, problem) from error
-        self._server = server
-        return int(server.server_port)
+        self._server = serve_page(host, port, registry, security)
+        return int(self._server.server_port)
 
     def stop(self) -> None:
         """Stop serving and wait for the thread; harmless when nothing is served."""

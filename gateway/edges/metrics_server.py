@@ -16,6 +16,7 @@ from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer,
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from gateway.edges.auth import Authenticator
+from gateway.edges.security import Security
 
 _SILENCE_S = 10.0
 _MAX_CONNECTIONS = 64
@@ -109,25 +110,30 @@ class _SilentHandler(WSGIRequestHandler):
         """Write no access log."""
 
 
-def serve_page(
-    host: str,
-    port: int,
-    registry: CollectorRegistry,
-    *,
-    tls_context: Callable[[], ssl.SSLContext] | None = None,
-    authenticator: Authenticator | None = None,
-) -> PageServer:
-    """Serve the registry's metrics at `/metrics`, in threads. Raises OSError."""
+def serve_page(host: str, port: int, registry: CollectorRegistry, security: Security) -> PageServer:
+    """Serve the registry's metrics at `/metrics`, in threads, with the listeners' TLS and tokens.
+
+    Raises OSError that names the address.
+    """
+    try:
+        return _serve(host.strip("[]"), port, registry, security)
+    except OSError as error:
+        problem = f"listen.metrics: cannot listen on {host}:{port}: {error.strerror or error}"
+        raise OSError(error.errno, problem) from error
+
+
+def _serve(host: str, port: int, registry: CollectorRegistry, security: Security) -> PageServer:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
     class Server(PageServer):
         address_family = found[0]
 
     app: App = _routed(make_wsgi_app(registry))
+    authenticator = security.authenticator("metrics")
     if authenticator is not None:
         app = _guarded(app, authenticator)
     server = make_server(str(found[4][0]), port, app, Server, _SilentHandler)
-    server.tls_context = tls_context
+    server.tls_context = security.tls_context()
     server.run()
     return server
 

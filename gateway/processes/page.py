@@ -39,17 +39,7 @@ class MergedPage(Collector):
         host, _, port = address.rpartition(":")
         registry = CollectorRegistry()
         registry.register(self)
-        try:
-            self._server = serve_page(
-                host.strip("[]"),
-                int(port),
-                registry,
-                tls_context=security.tls_context(),
-                authenticator=security.authenticator("metrics"),
-            )
-        except OSError as error:
-            problem = f"listen.metrics: cannot listen on {address}: {error.strerror or error}"
-            raise OSError(error.errno, problem) from error
+        self._server = serve_page(host, int(port), registry, security)
 
     async def stop(self) -> None:
         """Stop serving. Idempotent."""

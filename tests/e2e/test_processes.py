@@ -1,7 +1,6 @@
 """`serve --processes 2`: one gateway to clients, ranks, scrapers and operators; each process by itself otherwise."""
 
 import asyncio
-import functools
 import json
 import os
 import re
@@ -28,13 +27,7 @@ START_S = 2 * WAIT_S
 class Several(Deployment):
     """With two processes, on the transport that they need."""
 
-    @functools.cached_property
-    def config_path(self):
-        path = super().config_path
-        config = json.loads(path.read_text())
-        config["listen"]["transport"] = "fast"
-        path.write_text(json.dumps(config))
-        return path
+    transport = "fast"
 
     def start_gateway(self):
         self.gateway = self.process("gateway", "rankgate", "serve", "--processes", 2, "-c", self.config_path)

@@ -1,8 +1,6 @@
 """Real ranks serve several processes of one gateway, each on sockets of its own."""
 
 import asyncio
-import functools
-import json
 import os
 import signal
 
@@ -24,13 +22,7 @@ PROCESSES = 2
 class SeveralSite(VllmSite):
     """A gateway of two processes."""
 
-    @functools.cached_property
-    def config_path(self):
-        path = super().config_path
-        config = json.loads(path.read_text())
-        config["listen"]["transport"] = "fast"
-        path.write_text(json.dumps(config))
-        return path
+    transport = "fast"
 
     def joins(self, process):
         """The ranks that have joined a process, in the order in which they did."""

@@ -43,6 +43,8 @@ class Deployment:
     `keeps_state` lets it re-attach.
     """
 
+    transport = TRANSPORT
+
     def __init__(
         self,
         protocol: str,
@@ -76,7 +78,7 @@ class Deployment:
     @functools.cached_property
     def config_path(self) -> Path:
         ports = self.ports
-        listen = {"grpc": ports.grpc, "admin": ports.admin, "metrics": ports.metrics, "transport": TRANSPORT}
+        listen = {"grpc": ports.grpc, "admin": ports.admin, "metrics": ports.metrics, "transport": self.transport}
         model = {"name": "m", "max_context_tokens": MAX_CONTEXT_TOKENS, "vocab_size": VOCAB_SIZE}
         config = {"version": 1, "listen": listen, "model": model, "groups": [self._group], **self._sections}
         path = self.directory / "gateway.yaml"
