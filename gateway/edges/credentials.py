@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from gateway.config.security import Tls
+from gateway.edges.side_thread import in_side_thread
 
 MAX_FILE_BYTES = 1024 * 1024
 _LOAD_ATTEMPTS = 5
@@ -134,7 +135,7 @@ class Watched(Generic[ValueT]):
         while True:
             await asyncio.sleep(self._interval_s)
             try:
-                self.apply(await asyncio.to_thread(self.look))
+                self.apply(await in_side_thread(self.look))
             except Exception:  # noqa: BLE001 - a defect here must not end the watch unseen
                 _log.exception("credentials_watch_failed", files=self.name)
 

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -19,6 +20,7 @@ from gateway.config.changes import changed_keys, refusals
 from gateway.config.effective import cautions, effective_config
 from gateway.config.errors import ConfigError
 from gateway.config.schema import Config
+from gateway.edges.side_thread import in_side_thread
 
 Result = Literal["applied", "unchanged", "invalid", "refused", "failed"]
 RESULTS: tuple[Result, ...] = get_args(Result)
@@ -103,7 +105,7 @@ class Reloader:
     async def _reload(self, cause: str) -> Outcome:
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                wanted = await asyncio.to_thread(self._load)
+                wanted = await in_side_thread(self._load)
         except ConfigError as error:
             return _outcome("invalid", cause, problems=[str(error)])
         except TimeoutError:
@@ -161,7 +163,7 @@ class FileWatch:
         while True:
             interval_s = self._interval_s()
             await asyncio.sleep(_UNWATCHED_S if interval_s is None else interval_s)
-            if interval_s is not None and self._look(await asyncio.to_thread(file_identity, self._path)):
+            if interval_s is not None and self._look(await in_side_thread(partial(file_identity, self._path))):
                 await self._on_change()
 
     def _look(self, identity: object) -> bool:

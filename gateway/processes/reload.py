@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,7 @@ import structlog
 from gateway.config.errors import ConfigError
 from gateway.config.schema import Config
 from gateway.edges.reload import Outcome
+from gateway.edges.side_thread import in_side_thread
 from gateway.processes.child import Child
 from gateway.processes.handshakes import HandshakeRelay
 from gateway.processes.peer import PeerError
@@ -44,8 +46,8 @@ class JointReload:
         """Reload all processes that are up, or none. The outcome is the first one's that has something against it."""
         async with self._lock:
             try:
-                text = await asyncio.to_thread(self._source.read)
-                wanted = await asyncio.to_thread(self._source.parse, text)
+                text = await in_side_thread(self._source.read)
+                wanted = await in_side_thread(partial(self._source.parse, text))
             except ConfigError as error:
                 return await self._refused(self._children, cause, str(error))
             problems = await self._problems(text)

@@ -26,6 +26,7 @@ from gateway.config.schema import Config
 from gateway.edges import logs
 from gateway.edges.grpc_server import ListenError
 from gateway.edges.reload import Outcome, Reloader
+from gateway.edges.side_thread import in_side_thread
 from gateway.h2.server import listener
 from gateway.processes.admin import AdminRelay
 from gateway.processes.peer import Peer, PeerError
@@ -76,6 +77,7 @@ class Worker:
         config = self._share(begin.text)
         logs.configure(config.observability.log_level, config.observability.log_format)
         log = structlog.get_logger("gateway")
+        process.share_one_heap()
         process.raise_open_files_limit()
         self._relay = AdminRelay(peer, begin.process)
         seat = Seat(
@@ -131,7 +133,7 @@ class Worker:
         """What keeps this process from running with the text."""
         assert self._gateway is not None
         try:
-            wanted = await asyncio.to_thread(self._share, text)
+            wanted = await in_side_thread(partial(self._share, text))
         except ConfigError as error:
             return [str(error)]
         return refusals(wanted, self._gateway.config, self._gateway.router.layout)
