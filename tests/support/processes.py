@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,21 +25,25 @@ POLL_S = 0.02
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Tests seed the global generator, and two runs side by side must not draw the same ports.
 _ports = random.SystemRandom()
+_given: deque[int] = deque(maxlen=1000)
 
 
 def free_port() -> int:
-    """A loopback port that nobody uses, below those that outgoing connections get.
+    """A loopback port that nobody uses and that was not given lately, below those that outgoing connections get.
 
     So it is still free when a process that was killed comes back to it.
     """
     lowest = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 32_768
     for _ in range(200):
         port = _ports.randrange(12_000, max(12_100, lowest))
+        if port in _given:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+        _given.append(port)
         return port
     raise AssertionError("no free port found")
 
