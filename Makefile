@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0 triton==3.9.0
 # Half of the tests' time is waiting.
 JOBS ?= 2
 
-.PHONY: help setup setup-torch demo test test-fast fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
+.PHONY: help setup setup-torch demo test test-grpcio fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
 	test-vllm-matrix docs clean
 
 help: ## this list
@@ -39,8 +39,8 @@ demo: $(STAMP) ## gateway + 4 ranks + real traffic on free loopback ports; KEEP=
 test: $(STAMP) ## the whole test suite, in JOBS=2 processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-test-fast: $(STAMP) ## the tests of everything northbound once more, on our own transport
-	RANKGATE_TEST_TRANSPORT=fast $(BIN)/python -m pytest tests/edges tests/integration tests/e2e
+test-grpcio: $(STAMP) ## the tests of everything northbound once more, behind grpcio instead of our own transport
+	RANKGATE_TEST_TRANSPORT=grpcio $(BIN)/python -m pytest tests/edges tests/integration tests/e2e
 
 fuzz: $(STAMP) ## ten million damaged frames for every decoder, and as many of HTTP/2 for the listener (20 minutes); FRAMES=, SEED=
 	$(BIN)/python -m tests.fuzz --frames $(or $(FRAMES),10000000) --seed $(or $(SEED),1)

@@ -83,6 +83,7 @@ class Gateway:
             config, emit=self._on_engine_event, log=self.log, store=store, client_index=seat.client_index
         )
         self.driver.link = self.link
+        self.driver.configure(config)
         self.security = Security(config.listen)
         self.reloader = None if load is None else self._make_reloader(load)
         engine = engine_service(config, self.driver)
@@ -164,6 +165,7 @@ class Gateway:
         if config.policy.seed != before.policy.seed:
             self._random.seed(config.policy.seed)
         self.driver.emit(Reconfigured(config))
+        self.driver.configure(config)
         self.servers.configure(config)
         self.metrics.configure(config)
         if config.observability.log_level != before.observability.log_level:
@@ -204,9 +206,12 @@ class Gateway:
         await self.security.stop()
 
     def _on_engine_event(self, event: Event) -> None:
-        if isinstance(event, BatchReceived):
-            self.metrics.observe_batch(event, self.driver.clock())
-        self.driver.emit(event)
+        if type(event) is BatchReceived:  # isinstance costs 0.3 us with a Struct, whose metaclass is an ABCMeta
+            now = self.driver.clock()
+            self.metrics.observe_batch(event, now)
+            self.driver.emit(event, now)
+        else:
+            self.driver.emit(event)
 
     def _on_ended(self, request: Request) -> None:
         now = self.driver.clock()

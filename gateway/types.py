@@ -115,7 +115,8 @@ class EngineBatch(msgspec.Struct, kw_only=True, gc=False):
     `token_ids` holds new tokens only. `completion_tokens` is cumulative where the wire carries it.
     `load` is None when the frame held no usable report (`load_fault` then says whether it was bad).
     `failed_ids` names requests whose rows could not be read; `lossy` says that the frame may have
-    carried tokens for requests that could not even be named.
+    carried tokens for requests that could not even be named. `messages` that came one after the other
+    may be joined to one batch, oldest first; `load` is the last one's then, `earlier_loads` are the others'.
     """
 
     ids: Sequence[str]
@@ -131,6 +132,8 @@ class EngineBatch(msgspec.Struct, kw_only=True, gc=False):
     failed_ids: Sequence[str] = ()
     lossy: bool = False
     fault: str | None = None
+    messages: int = 1
+    earlier_loads: Sequence[EngineLoad] = ()
 
 
 class EngineDead(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from gateway.config.schema import Config
 LIVE = frozenset(
     {
         *("policy", "filters", "load", "predictor", "admission", "slo", "gateways", "failure", "drain", "reload"),
+        *("listen.stream_interval_tokens", "listen.max_flush_delay_ms"),
         *("scheduling.queue", "scheduling.batch"),
         *("limits.default_deadline_s", "limits.max_request_age_s", "limits.max_n", "limits.max_logprobs"),
         *("limits.max_streams", "limits.idle_stream_timeout_s", "limits.reader_stall_timeout_s"),

@@ -26,6 +26,7 @@ def check(config: Config) -> Iterator[Problem]:
     """Yield every problem of a configuration whose types are right."""
     yield from _check_addresses(config)
     yield from _check_auth(config)
+    yield from _check_flushing(config)
     yield from _check_model(config)
     yield from _check_groups(config)
     for number, group in enumerate(config.groups):
@@ -87,6 +88,21 @@ def _check_auth(config: Config) -> Iterator[Problem]:
                 ("listen", "auth", "admin_tokens_file"),
                 "this is tokens_file as well: every client would be an operator; use two files",
             )
+
+
+def _check_flushing(config: Config) -> Iterator[Problem]:
+    interval, delay_ms = config.listen.stream_interval_tokens, config.listen.max_flush_delay_ms
+    if interval > 1 and not delay_ms:
+        yield Problem(
+            ("listen", "stream_interval_tokens"),
+            f"with {interval}, set max_flush_delay_ms as well: else a slow sequence's tokens could wait for ever",
+        )
+    elif delay_ms and interval == 1:
+        yield Problem(
+            ("listen", "max_flush_delay_ms"),
+            "'max_flush_delay_ms' has no effect with stream_interval_tokens 1; leave it out",
+            at_key=True,
+        )
 
 
 def _check_model(config: Config) -> Iterator[Problem]:

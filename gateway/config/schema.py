@@ -56,9 +56,18 @@ class Listen(Strict, frozen=True, kw_only=True):
     admin: Annotated[Port, Meta(description="operators: AdminService")] = "127.0.0.1:50052"
     metrics: Annotated[Port | None, Meta(description="Prometheus; null switches it off")] = "127.0.0.1:9090"
     transport: Annotated[
-        Literal["grpcio", "fast"],
-        Meta(description="server of both gRPC listeners: grpcio, or our own, made for streams of small messages"),
-    ] = "grpcio"
+        Literal["fast", "grpcio"],
+        Meta(description="server of both gRPC listeners: our own, made for streams of small messages, or grpcio"),
+    ] = "fast"
+    stream_interval_tokens: Annotated[
+        Count,
+        Meta(
+            description="tokens of a sequence that leave together; the first and the last ones never wait; 1: all at once"
+        ),
+    ] = 1
+    max_flush_delay_ms: Annotated[
+        float, Meta(ge=0, le=60_000, description="longest time that a token waits for stream_interval_tokens")
+    ] = 0.0
     max_message_bytes: Annotated[Bytes, Meta(description="largest gRPC message in either direction")] = 64 * 1024 * 1024
     keepalive: Keepalive = Keepalive()
     allow_wildcard: Annotated[bool, Meta(description="permit binding to all interfaces (0.0.0.0, ::, *)")] = False

@@ -70,7 +70,8 @@ class Acceptance:
             self._counters.slo_shadow_rejects += plan.is_late
             if not self._answers.is_plain:
                 self._answers.accepted(request, plan.cache_key, plan.answer)
-        if self._may_resume and (plan is None or plan.answer is None) and is_resumable(arrived):
+        # The only token of a sequence ends it: nobody goes on with that.
+        if self._may_resume and arrived.sampling.max_tokens > 1 and (plan is None or plan.answer is None):
             self._keep_record(request)
         self._registry.add(request)
         self._counters.accepted += 1
@@ -78,6 +79,8 @@ class Acceptance:
 
     def _keep_record(self, request: Request) -> None:
         """Keep what is generated, as long as it may have to become another rank's prompt."""
+        if not is_resumable(request.arrived):
+            return
         limit_bytes = BYTES_PER_TOKEN * request.arrived.sampling.max_tokens
         for sequence in request.sequences:
             if sequence.record is None:

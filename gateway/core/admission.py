@@ -69,10 +69,12 @@ class Admission:
         self._level_depths = {
             level.priority: level.max_depth for level in config.scheduling.queue.levels if level.max_depth is not None
         }
+        tenants = (settings.tenants.default, *settings.tenants.named.values())
         # Most configurations bound sequences only, and then nobody counts tokens.
-        self._counts_tokens = _bounds_tokens(settings) or any(
-            map(_bounds_tokens, (settings.tenants.default, *settings.tenants.named.values()))
-        )
+        self._counts_tokens = _bounds_tokens(settings) or any(map(_bounds_tokens, tenants))
+        bounds_tenants = any(tenant.max_in_flight is not None for tenant in tenants)
+        self.plenty = 0 if self._counts_tokens or bounds_tenants else settings.max_in_flight // 2
+        """Up to so many sequences nobody is held to anything."""
 
     def check(self, arrived: RequestArrived, now: float, *, queued: int = 0, queued_at_level: int = 0) -> Account:
         """The account to charge. Raises `GatewayError` with the budget that the request does not fit in."""
@@ -107,13 +109,14 @@ class Admission:
         if self._expected_back:
             # Whoever waits longest takes the place; with nothing live there is room for all of them.
             self._expected_back = max(0, self._expected_back - count) if self.sequences else 0
-        last, self._last_release_at = self._last_release_at, now
+        last = self._last_release_at
+        self._last_release_at = now
         if last is None:
             return
-        # Sequences that end together share the gap: as many samples, which are all the same.
-        gap = (now - last) / count
-        mean = self._mean_gap_s
-        weight = _SMOOTHING if count == 1 else 1 - (1 - _SMOOTHING) ** count
+        gap, weight, mean = now - last, _SMOOTHING, self._mean_gap_s
+        if count > 1:
+            # Sequences that end together share the gap: as many samples, which are all the same.
+            gap, weight = gap / count, 1 - (1 - _SMOOTHING) ** count
         self._mean_gap_s = gap if mean is None else mean + weight * (gap - mean)
 
     def retry_after_s(self, needed: int) -> float:

@@ -53,22 +53,19 @@ class Arrivals:
         self._slo = SloTargets(config.slo)
         self._has_objectives = config.slo.mode != "off"
         self._has_levels = bool(config.scheduling.queue.levels)
-        self._validator = Validator(config.model, config.limits, config.groups[0].protocol, self._table.size)
-        self._vocab_size = config.model.vocab_size
+        self.validator = Validator(config.model, config.limits, config.groups[0].protocol, self._table.size)
         # Neither order, nor stored answers, nor objectives: every request is for a rank, and nothing is to be planned.
         self.is_plain = self._answers.is_plain and not self._has_objectives
 
     def validate(self, arrived: RequestArrived) -> None:
         """Raise the first thing that is wrong with the request itself."""
-        self._validator.check(arrived)
+        self.validator.check(arrived)
 
     def check(self, arrived: RequestArrived, now: float) -> Account:
         """`plan` for what is plain: raise the first reason against the request, or say whom to charge."""
         self._check_itself(arrived, now)
         account = self._admission.check(arrived, now) if self._dispatcher is None else self._check_budgets(arrived, now)
-        prompt = arrived.prompt_token_ids
-        if max(prompt) >= self._vocab_size or min(prompt) < 0:
-            self._validator.check_tokens(arrived)
+        self.validator.check_tokens(arrived)
         return account
 
     def plan(self, arrived: RequestArrived, now: float) -> Plan:
@@ -83,7 +80,7 @@ class Arrivals:
             self._answers.used(key)
             return Plan(None, 0, key, answer)
         account = self._check_budgets(arrived, now)
-        self._validator.check_tokens(arrived)
+        self.validator.check_tokens(arrived)
         prefill_us = self._predictor.prefill_us(len(arrived.prompt_token_ids))
         if key is not None and self._answers.leader_of(key) is not None:
             return Plan(account, prefill_us, key, is_shared=True)
@@ -92,7 +89,7 @@ class Arrivals:
 
     def _check_itself(self, arrived: RequestArrived, now: float) -> None:
         """What needs no look at the state of the gateway beyond the ids in use."""
-        self._validator.check_shape(arrived)
+        self.validator.check_shape(arrived)
         self._registry.check_id(arrived, now)
         if arrived.deadline_at is not None and arrived.deadline_at <= now:
             raise ended_by(Reason.DEADLINE_EXCEEDED)

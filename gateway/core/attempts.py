@@ -103,8 +103,11 @@ class Attempts:
             for name in decision.relaxed:
                 counters.relaxed_filters[name] += 1
         if self._policy.may_fault:
-            counters.non_finite_costs = self._policy.non_finite_costs
-            counters.all_non_finite = self._policy.all_non_finite
+            self._count_faults()
+
+    def _count_faults(self) -> None:
+        self._counters.non_finite_costs = self._policy.non_finite_costs
+        self._counters.all_non_finite = self._policy.all_non_finite
 
     def charge(self, sequence: Sequence, decision: Decision, now: float) -> Attempt:
         """Charge the decision's rank with the sequence's next attempt, and record the decision."""
@@ -148,6 +151,34 @@ class Attempts:
             arrived_at_unix_s=arrived.arrived_at_unix_s,
         )
         effects.append(Dispatch(attempt.rank, attempt.incarnation, request))
+
+    def send_first(self, request: Request, decision: Decision, now: float, effects: list[Effect]) -> None:
+        """`charge` and `dispatch` for the one sequence of a request that has just come, to the rank of its decision."""
+        counters, rank, arrived = self._counters, decision.rank, request.arrived
+        assert rank is not None
+        request.decision_id = self.decisions.add(decision)
+        counters.decisions[rank] += 1
+        if self._policy.may_fault:
+            self._count_faults()
+        sequence = request.sequences[0]
+        sequence.sent_at = now
+        sequence.attempts = 1
+        wire_id = f"{self._nonce}-{request.handle:x}-0-1"
+        incarnation = self._table.incarnation[rank]
+        sequence.attempt = attempt = Attempt(sequence, wire_id, 1, rank, incarnation, now)
+        attempt.decision = decision
+        request.last_rank = rank
+        self.ledger.charge(attempt, now)
+        counters.dispatch_reasons["direct"] += 1
+        wanted = EngineRequest(
+            wire_id=wire_id,
+            prompt_token_ids=arrived.prompt_token_ids,
+            sampling=arrived.sampling,
+            eos_token_ids=self._eos_token_ids,
+            priority=arrived.priority,
+            arrived_at_unix_s=arrived.arrived_at_unix_s,
+        )
+        effects.append(Dispatch(rank, incarnation, wanted))
 
     def send(
         self, sequences: Seq[Sequence], decisions: Seq[Decision], reason: str, now: float, effects: list[Effect]

@@ -69,15 +69,17 @@ class BatchIntake:
 
     def apply(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> BatchResult | None:
         """Store the load, append every row, and say what ended, if anything did. Releases are the caller's."""
-        self._counters.batches[rank] += 1
+        self._counters.batches[rank] += batch.messages
         table, ids = self._table, batch.ids
         was_empty = not table.in_flight[rank]
         if not self._unstarted_then[rank] and table.in_flight_decode[rank] and len(ids):
-            # Between two batches with rows of a rank that only decodes lies one of its steps.
-            table.observe_step(rank, round((now - self._last_batch_at[rank]) * 1e6))
+            # Between two messages with rows of a rank that only decodes lies one of its steps.
+            table.observe_step(rank, round((now - self._last_batch_at[rank]) / batch.messages * 1e6))
         self._last_batch_at[rank] = now
         report = batch.load
         if report is not None:
+            if batch.earlier_loads:
+                self._load.store_earlier(rank, batch.earlier_loads, now, is_idle=was_empty)
             self._load.store(rank, report, now)
         self._append_rows(rank, batch, now, dirty)
         self._unstarted_then[rank] = table.in_flight_prefill[rank]
@@ -90,7 +92,9 @@ class BatchIntake:
             self._load.settle(rank, now, has_rows=bool(len(ids)))
         return result
 
-    def _append_rows(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> None:
+    def _append_rows(  # noqa: PLR0912, PLR0915 - one walk: a call per row would cost as much as the row
+        self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]
+    ) -> None:
         live_on_rank = self._ledger.by_rank[rank]
         ids, completion, cached_tokens, logprobs = (
             batch.ids,
@@ -131,15 +135,25 @@ class BatchIntake:
                         sequence.cached_tokens = cached or 0
                 attempt.tokens_out = tokens_out
                 total += count
-                if sequence.record is None and row is None:
-                    pending = sequence.pending
-                    pending += token_ids
-                    sequence.completion_tokens += count
-                    if len(pending) >= PACK_AT_TOKENS:
-                        sequence.pack()
+                record = sequence.record
+                if row is not None or (record is not None and record.is_answer):
+                    if sequence.append(token_ids, None if row is None else _asked_for(sequence, row)):
                         self._check_reader(attempt)
-                elif sequence.append(token_ids, _asked_for(sequence, row)):
-                    self._check_reader(attempt)
+                else:
+                    # As `append` does it. A record for another rank has room for all that an attempt may generate.
+                    if record is not None:
+                        record.token_ids.extend(token_ids)
+                    sequence.completion_tokens += count
+                    pending = sequence.pending
+                    if not pending and type(token_ids) is tuple and count < PACK_AT_TOKENS:
+                        sequence.pending = token_ids  # most are taken before the next ones come: no list for them
+                    else:
+                        if type(pending) is not list:
+                            pending = sequence.pending = [*pending]
+                        pending += token_ids
+                        if len(pending) >= PACK_AT_TOKENS:
+                            sequence.pack()
+                            self._check_reader(attempt)
             if not sequence.is_dirty:
                 sequence.is_dirty = True
                 dirty.append(sequence)
@@ -267,10 +281,10 @@ def _ended_short(attempt: Attempt, tokens_out: int) -> GatewayError:
     )
 
 
-def _asked_for(sequence: Sequence, logprobs: Row | None) -> Row | None:
+def _asked_for(sequence: Sequence, logprobs: Row) -> Row | None:
     """Cut a row's alternatives to the number that was asked for: engines may pad to the batch's maximum."""
     wanted = sequence.request.arrived.sampling.logprobs
-    if logprobs is None or wanted is None:
+    if wanted is None:
         return None
     if all(len(item.top) <= wanted for item in logprobs):
         return logprobs

@@ -58,7 +58,10 @@ _NEVER_FITS = {KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH}
 
 
 class Screened(NamedTuple):
-    """The filters' result. `codes[rank]` indexes `REASONS`; `relaxed` names the soft filters that were given up."""
+    """The filters' result. `codes[rank]` indexes `REASONS`; `relaxed` names the soft filters that were given up.
+
+    Nothing of it is changed any more, so the same result may stand for more than one request.
+    """
 
     codes: bytes
     eligible: list[int]
@@ -76,6 +79,9 @@ class Eligibility:
         self._soft = (KV_USAGE, KV_FIT) if settings.kv_fit == "soft" else (KV_USAGE,)
         # Most configurations have no budgets, and then nothing looks at groups.
         self._budgets = [(group, budget) for group, budget in enumerate(table.budgets) if budget != GroupBudget()]
+        self.has_budgets = bool(self._budgets)
+        # The same few ranks often fail for a while. Only what is eligible by its codes alone is kept.
+        self._last = Screened(b"", [])
 
     def is_everyone(self, prompt_tokens: int, max_tokens: int) -> bool:
         """Whether every rank passes every filter, decided from whole columns; False may also mean "look closer"."""
@@ -93,9 +99,10 @@ class Eligibility:
         table = self._table
         if self._fits_everywhere(prompt_tokens):
             passes = bytearray(table.is_open) if table.open_count < table.size else bytearray(b"\1") * table.size
-            if table.over_kv_count:
-                for rank in compress(self._ranks, table.is_over_kv):
-                    passes[rank] = False
+            rank = -1
+            for _ in range(table.over_kv_count):
+                rank = table.is_over_kv.index(True, rank + 1)
+                passes[rank] = False
         else:
             passes = bytearray(
                 [
@@ -115,7 +122,12 @@ class Eligibility:
         while rank >= 0:
             codes[rank] = self._code(rank, prompt_tokens, closed)
             rank = codes.find(_UNDECIDED, rank + 1)
-        return self._settle(bytes(codes), prompt_tokens, max_tokens, None)
+        if codes == self._last.codes:
+            return self._last
+        screened = self._settle(bytes(codes), prompt_tokens, max_tokens, None)
+        if screened.codes == codes and screened.eligible:
+            self._last = screened
+        return screened
 
     def _closed_groups(self, prompt_tokens: int, max_tokens: int) -> dict[int, int]:
         """The groups whose budget has no room for the request: `GROUP_FULL`, or `GROUP_BUDGET` if it never has."""

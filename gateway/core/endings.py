@@ -10,10 +10,11 @@ from gateway.core.lifecycle import TRANSITIONS, Evidence, Phase
 from gateway.core.parts import Parts
 from gateway.core.patience import Patience
 from gateway.core.refusals import ended_by
-from gateway.core.request import Request, Sequence
+from gateway.core.request import Attempt, Request, Sequence
 from gateway.types import FinishReason
 
 _SETTLED, _ENDED = Phase.SETTLED, Phase.ENDED
+_ENGINE = Evidence.ENGINE
 _NOBODY: list[Request] = []
 _DROPPED = (Reason.CANCELLED, Reason.ABORTED, Reason.INTERNAL)
 """Ends after which nobody waits for the output any more."""
@@ -65,6 +66,25 @@ class Endings:
             self._leave(request, now, effects, is_dropped=error is not None and error.reason in _DROPPED)
         for follower in followers:
             self._follow_up(follower, request, now, effects)
+
+    def completed(self, attempt: Attempt, finish: FinishReason, now: float, effects: list[Effect]) -> None:
+        """The engine completed a sequence: its attempt is released, and `finished` has the rest."""
+        self._attempts.release(attempt, _ENGINE, now)
+        sequence = attempt.sequence
+        request = sequence.request
+        if len(request.sequences) > 1 or request.place is not None or request.cache_key is not None:
+            self.finished(sequence, finish, _ENGINE, now, effects)
+            return
+        # As `settle` and `_end` for one that has nothing else to release, waits for no turn and is stored nowhere.
+        assert request.phase < _SETTLED, request.phase
+        sequence.finish = finish
+        request.phase = _ENDED
+        request.settled_at = request.ended_at = now
+        self._admission.give_back(request, 1, now)
+        self._answers.dirty.append(request)
+        self._registry.remove(request, now)
+        self._counters.ended["OK"] += 1
+        effects.append(RequestEnded(request))
 
     def finished(
         self, sequence: Sequence, finish: FinishReason, evidence: Evidence, now: float, effects: list[Effect]

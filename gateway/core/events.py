@@ -52,7 +52,7 @@ class RequestCancelled(msgspec.Struct, frozen=True):
 
 
 class BatchReceived(msgspec.Struct, frozen=True, gc=False):
-    """One decoded output message of one rank incarnation."""
+    """One decoded output message, or several joined ones, of one rank incarnation."""
 
     rank: int
     incarnation: int

@@ -4,6 +4,8 @@ The invariant that everything rests on: for every rank, the columns that this mo
 sums over that rank's live attempts (`check` verifies it). There are no bare counters to drift.
 """
 
+# ruff: noqa: FURB136, PLR1730 - a comparison costs a tenth of a call of `max`
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
@@ -52,18 +54,33 @@ class Ledger:
         self.by_rank[rank][wire_id] = attempt
         unstarted = self._unstarted[rank]
         if not unstarted:
-            table.set_head(rank, now, prefill_us)
+            # As `set_head`, which is a call.
+            table.head_since[rank] = now
+            table.head_us[rank] = prefill_us
+            table.head_credit_us[rank] = prefill_us if table.is_sole_gateway else 0
         unstarted[wire_id] = attempt
-        table.in_flight[rank] += 1
+        in_flight = table.in_flight[rank] = table.in_flight[rank] + 1
         table.in_flight_prefill[rank] += 1
         new_tokens = prompt_tokens - attempt.cached_tokens
         table.queued_tokens[rank] += new_tokens if new_tokens > 0 else 1
         table.pending_us[rank] += prefill_us
-        table.own_tokens[rank] += prompt_tokens
+        table.own_tokens[rank] = own = table.own_tokens[rank] + prompt_tokens
         if table.has_budgets:
             self._reserve(rank, 1, prompt_tokens, prompt_tokens + attempt.max_tokens)
         table.sent_since_snapshot[rank] += 1
-        table.refresh(rank)
+        if in_flight == 1 or in_flight >= table.max_in_flight[rank]:
+            table.refresh(rank)
+            return
+        # As `refresh` for one more in flight, which changes neither whether the rank is open nor whether it is over.
+        if table.foreign[rank]:
+            table.foreign[rank] -= 1
+        free = capacity = table.kv_capacity_tokens[rank]
+        if capacity is not inf:
+            reported = table.kv_usage[rank] * capacity
+            free -= reported if reported > own else own
+            table.free_kv_tokens[rank] = free
+            if free < table.kv_floor_tokens:
+                table.kv_floor_tokens = free
 
     def start(self, attempt: Attempt, now: float) -> None:
         """The first token arrived: the attempt moves from prefill to decode.
@@ -80,10 +97,11 @@ class Ledger:
             # Differences of rounded times, not rounded differences: their sum has no rounding error of its own.
             attempt.actual_prefill_us = max(0, round(now * 1e6) - round(max(since, until) * 1e6))
             self._prefilled_until[rank] = now
-        self._leave_unstarted(attempt, now)
+        prompt_tokens = attempt.prompt_tokens
+        self._leave_unstarted(attempt, prompt_tokens, now)
         table.in_flight_prefill[rank] -= 1
         table.in_flight_decode[rank] += 1
-        table.ctx_tokens[rank] += attempt.prompt_tokens
+        table.ctx_tokens[rank] += prompt_tokens
 
     def add_tokens(self, rank: int, count: int) -> None:
         """Tokens of a whole batch; each attempt's own count is the caller's to raise."""
@@ -109,7 +127,7 @@ class Ledger:
         if table.has_budgets:
             self._reserve(rank, -1, -prompt_tokens, -prompt_tokens - attempt.max_tokens)
         if attempt.first_token_at is None:
-            self._leave_unstarted(attempt, now)
+            self._leave_unstarted(attempt, prompt_tokens, now)
             table.in_flight_prefill[rank] -= 1
             table.own_tokens[rank] -= prompt_tokens
         else:
@@ -193,16 +211,18 @@ class Ledger:
         self._table.kv_reserved_tokens[rank] += kv_tokens
         self._table.count_in_group(rank, attempts, prompt_tokens, kv_tokens)
 
-    def _leave_unstarted(self, attempt: Attempt, now: float) -> None:
-        table, rank, wire_id = self._table, attempt.rank, attempt.wire_id
+    def _leave_unstarted(self, attempt: Attempt, prompt_tokens: int, now: float) -> None:
+        table, rank = self._table, attempt.rank
         unstarted = self._unstarted[rank]
-        was_head = len(unstarted) == 1 or next(iter(unstarted)) == wire_id
-        del unstarted[wire_id]
-        new_tokens = attempt.prompt_tokens - attempt.cached_tokens
-        table.queued_tokens[rank] -= new_tokens if new_tokens > 0 else 1
-        table.pending_us[rank] -= attempt.prefill_us
+        head = next(iter(unstarted.values()))
+        del unstarted[attempt.wire_id]
         if not unstarted:
             table.head_since[rank] = None
-            table.head_us[rank] = table.head_credit_us[rank] = 0
-        elif was_head:
+            # Sums of nothing.
+            table.head_us[rank] = table.head_credit_us[rank] = table.queued_tokens[rank] = table.pending_us[rank] = 0
+            return
+        new_tokens = prompt_tokens - attempt.cached_tokens
+        table.queued_tokens[rank] -= new_tokens if new_tokens > 0 else 1
+        table.pending_us[rank] -= attempt.prefill_us
+        if head is attempt:
             table.set_head(rank, now, next(iter(unstarted.values())).prefill_us)

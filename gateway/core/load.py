@@ -5,6 +5,8 @@ is empty, what the rank last said about its queue is stale (its last report was 
 request ended) and becomes 0. KV usage stays as reported, and so does the snapshot's age.
 """
 
+from collections.abc import Sequence
+
 from gateway.config.schema import Config
 from gateway.config.schema import Load as LoadSettings
 from gateway.core.columns import resize
@@ -75,6 +77,19 @@ class LoadBook:
         self._own_at_receipt[rank] = table.in_flight[rank]
         self._counters.snapshots[rank] += 1
         return True
+
+    def store_earlier(self, rank: int, loads: Sequence[EngineLoad], now: float, *, is_idle: bool) -> None:
+        """Do for the reports of joined messages, none of them a step back, what came of them one by one.
+
+        The last message's is stored afterwards, and hides all that they leave but counts. They came with rows.
+        """
+        if not is_idle and self.store(rank, loads[0], now):
+            self._counters.snapshots[rank] += len(loads) - 1
+            return
+        for load in loads[0 if is_idle else 1 :]:
+            self.store(rank, load, now)
+            if is_idle:
+                self.settle(rank, now, has_rows=True)
 
     def report(self, rank: int, load: EngineLoad, now: float) -> None:
         """Keep a report that came by itself."""

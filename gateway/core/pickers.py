@@ -8,6 +8,7 @@ of randomness) is in one `PickState`, so that a dry run can put it back.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import inf
+from operator import itemgetter
 from typing import Protocol
 
 from gateway.core.costing import CostFunction, RequestValues
@@ -67,6 +68,8 @@ class Argmin:
         is_exact = cost.formula.expression.is_integer and self._absolute < 1
         self._exact_below = (1 / self._relative if self._relative > 0 else inf) if is_exact else 0.0
         self._is_simple = self._is_random and not self._is_maximised
+        self._last_eligible: list[int] | None = None
+        self._get: Callable[[Sequence[float]], tuple[float, ...]] | None = None
 
     def pick(self, request: RequestValues, eligible: list[int] | None) -> Pick:
         """Evaluate every rank and take the best."""
@@ -93,7 +96,7 @@ class Argmin:
 
     def best(self, costs: list[float], eligible: list[int] | None) -> Pick:
         """The best of `eligible` by costs that are already computed."""
-        keys = costs if eligible is None else list(map(costs.__getitem__, eligible))
+        keys: Sequence[float] = costs if eligible is None else self._of(costs, eligible)
         if self._is_maximised:
             keys = [-key for key in keys]
         best = min(keys)
@@ -112,14 +115,24 @@ class Argmin:
             tied = self._within_tolerance(keys, best)
         return self._choose(tied if eligible is None else [eligible[position] for position in tied], costs)
 
-    def _within_tolerance(self, keys: list[float], best: float) -> Sequence[int]:
+    def _of(self, costs: list[float], eligible: list[int]) -> Sequence[float]:
+        """The costs of the eligible ranks. The filters give the same list again for the same ranks."""
+        if eligible is not self._last_eligible:
+            self._last_eligible = eligible
+            self._get = None
+            return list(map(costs.__getitem__, eligible))
+        if self._get is None:
+            self._get = itemgetter(*eligible, eligible[0])  # never a single one, for which it would give no tuple
+        return self._get(costs)[:-1]
+
+    def _within_tolerance(self, keys: Sequence[float], best: float) -> Sequence[int]:
         """Ascending positions of the keys that tie with the best."""
         limit = best + max(self._relative * abs(best), self._absolute)
         position = keys.index(best)
         # Under load ties are rare, and a second `min` is cheaper than comparing costs one by one.
-        keys[position] = inf
-        has_tie = min(keys) <= limit
-        keys[position] = best
+        others = [*keys]
+        others[position] = inf
+        has_tie = min(others) <= limit
         return [position for position, key in enumerate(keys) if key <= limit] if has_tie else (position,)
 
     def _least_in_flight(self, eligible: list[int] | None) -> Sequence[int]:

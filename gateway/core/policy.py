@@ -71,6 +71,7 @@ class Policy:
         self._picker = make_picker(resolved, cost, table, self._state)
         self._eligibility = Eligibility(filters, table)
         self.is_everyone = self._eligibility.is_everyone
+        self._has_budgets = self._eligibility.has_budgets
         self._copy_columns = formula.copy_columns if formula is not None else lambda _: ()
         self._faults_before = self.non_finite_costs
         self.resolved, self._cost = resolved, cost
@@ -100,31 +101,30 @@ class Policy:
         """Choose a rank for one sequence; `pinned_rank` is a valid rank number. Never raises for a full table."""
         new = prompt_tokens - cached_tokens
         request = (now, prompt_tokens, cached_tokens, new if new > 0 else 1, max_tokens, priority, prefill_ms)
-        table = self._table
-        if pinned_rank is None and self.is_everyone(prompt_tokens, max_tokens):
-            rank, ties, costs = self._picker.pick(request, None)
-            return Decision(
-                self.resolved,
-                table.size,
-                label,
-                request,
-                None,
-                self._copy_columns(table),
-                rank,
-                costs,
-                ties,
-                table.size,
-            )
-        pick: Pick | _NoPick = _NO_PICK
         if pinned_rank is None:
+            decision = self.decide_among_all(request, label)
+            if decision is not None:
+                return decision
             screened = self._eligibility.screen(prompt_tokens, max_tokens)
-            if screened.eligible:
-                pick = self._picker.pick(request, screened.eligible)
+            pick: Pick | _NoPick = self._picker.pick(request, screened.eligible) if screened.eligible else _NO_PICK
         else:
             screened = self._eligibility.screen_pinned(prompt_tokens, max_tokens, pinned_rank)
-            if screened.eligible:
-                pick = self._pinned(request, pinned_rank)
+            pick = self._pinned(request, pinned_rank) if screened.eligible else _NO_PICK
         return self._record(screened, request, pinned_rank, label, pick)
+
+    def decide_among_all(self, request: RequestValues, label: str) -> Decision | None:
+        """`decide` where every rank passes every filter; None, and without a trace, where some rank may not."""
+        table = self._table
+        size, prompt_tokens = table.size, request[1]
+        if table.open_count != size or table.over_kv_count:
+            return None
+        # What `is_everyone` looks at next, which answers for nearly all prompts.
+        is_small = prompt_tokens < table.kv_floor_tokens and prompt_tokens < table.min_model_len
+        if (not is_small or self._has_budgets) and not self.is_everyone(prompt_tokens, request[4]):
+            return None
+        columns = self._copy_columns(table)
+        rank, ties, costs = self._picker.pick(request, None)
+        return Decision(self.resolved, size, label, request, None, columns, rank, costs, ties, size)
 
     def refuse(
         self,

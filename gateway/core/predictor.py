@@ -27,6 +27,7 @@ _MAX_MS = MAX_US / 1000.0
 
 PRIOR_US_PER_TOKEN = 30
 """Stands in where there is no usable formula. No engine's figure: it orders requests by what they have to compute."""
+_MOST_PRIOR_TOKENS = MAX_US // PRIOR_US_PER_TOKEN
 
 MIN_SAMPLES = 32
 """The scale stays 1 for as many samples: a few don't tell a wrong formula from a busy moment."""
@@ -94,6 +95,8 @@ class Predictor:
         A result below 0 (a fitted line may cross it) counts as 0, one above an hour as an hour, and one that is NaN or
         can't be computed (division by zero, `log(0)`) as 30 us per new token. All three are counted in `faults`.
         """
+        if not self.has_model and not cached_tokens and 0 < prompt_tokens <= _MOST_PRIOR_TOKENS:
+            return PRIOR_US_PER_TOKEN * prompt_tokens
         if not 0 <= cached_tokens <= prompt_tokens:
             prompt_tokens, cached_tokens = _clamped(prompt_tokens, cached_tokens)
         # At least one token is computed, even of a prompt that is cached as a whole.

@@ -3,18 +3,16 @@
 Admission, the deadline and the one terminal outcome belong to the Request; tokens, outbox and finish
 to the Sequence; rank, incarnation, wire id and the charge to the Attempt.
 
-These objects are the core's. The edge reads a sequence's outbox through `take()` and keeps its own
-object in `Request.sink`; it never writes anything else.
+These objects are the core's. The edge takes what is in a sequence's outbox and keeps its own object in
+`Request.sink`; it never writes anything else.
 """
 
-from array import array
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from gateway.core.errors import GatewayError
 from gateway.core.events import RequestArrived
 from gateway.core.lifecycle import TRANSITIONS, Evidence, Phase
-from gateway.types import FinishReason, TokenLogprob
+from gateway.core.outbox import BYTES_PER_TOKEN, PACK_AT_TOKENS, Outbox, Record, logprob_bytes
 
 if TYPE_CHECKING:
     from gateway.core.batches_in_flight import InFlightBatch
@@ -23,8 +21,16 @@ if TYPE_CHECKING:
     from gateway.core.ordering import Place
     from gateway.core.tenants import Account
 
-PACK_AT_TOKENS = 128
-BYTES_PER_TOKEN = 4
+__all__ = [
+    "BYTES_PER_TOKEN",
+    "PACK_AT_TOKENS",
+    "Attempt",
+    "Record",
+    "Request",
+    "Sequence",
+    "is_resumable",
+    "logprob_bytes",
+]
 _ACCEPTED, _SETTLED, _ENDED = Phase.ACCEPTED, Phase.SETTLED, Phase.ENDED
 
 
@@ -44,7 +50,13 @@ def is_resumable(arrived: RequestArrived) -> bool:
     )
 
 
-class Attempt:
+class _Progress:
+    """What a row touches of an attempt, in one place: the slots of a base class come first."""
+
+    __slots__ = ("is_done", "max_tokens", "sequence", "tokens_out")
+
+
+class Attempt(_Progress):
     """One try of one sequence on one rank incarnation; `released` flips exactly once.
 
     Its prompt is the request's and what earlier attempts generated; `max_tokens` is what is left of the request's.
@@ -63,16 +75,12 @@ class Attempt:
         "evidence",
         "first_token_at",
         "incarnation",
-        "is_done",
-        "max_tokens",
         "number",
         "prefill_us",
         "prompt_tokens",
         "rank",
         "released",
         "sent_at",
-        "sequence",
-        "tokens_out",
         "wire_id",
     )
 
@@ -101,132 +109,43 @@ class Attempt:
         self.released = False
 
 
-class Record:
-    """Everything that a sequence generated: for another rank, and as an answer for the response cache.
+class Sequence(Outbox):
+    """One generated continuation, with the outbox of what it generated.
 
-    Another rank needs the tokens, of which up to `token_bytes` are kept. An answer has log probabilities as well: up to
-    `cache_bytes` of both. Beyond that it is none any more (`is_answer`), and they are dropped; the tokens stay.
-    """
-
-    __slots__ = ("_answer_bytes", "cache_bytes", "is_answer", "logprobs", "token_bytes", "token_ids")
-
-    def __init__(self, *, cache_bytes: int, token_bytes: int = 0) -> None:
-        self.cache_bytes = cache_bytes
-        self.token_bytes = token_bytes
-        self.is_answer = cache_bytes > 0
-        self.token_ids = array("I")
-        self.logprobs: list[TokenLogprob] = []
-        self._answer_bytes = 0
-
-    def extend(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None) -> bool:
-        """Keep more output. False when it got too large to be worth keeping."""
-        self.token_ids.extend(token_ids)
-        if self.is_answer:
-            self._extend_answer(len(token_ids), logprobs)
-        return self.is_answer or BYTES_PER_TOKEN * len(self.token_ids) <= self.token_bytes
-
-    def _extend_answer(self, tokens: int, logprobs: Seq[TokenLogprob] | None) -> None:
-        self._answer_bytes += BYTES_PER_TOKEN * tokens
-        if logprobs is not None:
-            self.logprobs.extend(logprobs)
-            self._answer_bytes += logprob_bytes(logprobs)
-        if self._answer_bytes > self.cache_bytes:
-            self.is_answer = False
-            self.logprobs.clear()
-
-
-def logprob_bytes(logprobs: Seq[TokenLogprob]) -> int:
-    """What log probabilities are charged with: 64 bytes a token and 16 per alternative."""
-    return sum(64 + 16 * len(item.top) for item in logprobs)
-
-
-class Sequence:
-    """One generated continuation. The outbox holds tokens that no flush has taken yet.
-
-    `entry` is set while it waits in the queue. `held_bytes` of the outbox waited for their turn, not for the reader.
-    `record` keeps all tokens of a sequence whose answer may be cached or that another rank may have to go on with.
-    `unsent` of its `attempts` never left the gateway. `pending` is the outbox's youngest part, as it came.
-    `queue_number` is its place among equals in the queue, once it had one. `sent_at` is when its first rank was picked.
+    `entry` is set while it waits in the queue. `unsent` of its `attempts` never left the gateway. `queue_number` is its
+    place among equals in the queue, once it had one. `sent_at` is when its first rank was picked. `sink` is its request's.
     """
 
     __slots__ = (
-        "_logprobs",
-        "_packed",
         "attempt",
         "attempts",
-        "cached_tokens",
-        "completion_tokens",
         "entry",
-        "finish",
-        "held_bytes",
         "index",
-        "is_dirty",
-        "pending",
         "queue_number",
-        "record",
         "request",
         "sent_at",
+        "sink",
         "unsent",
     )
 
     def __init__(self, request: "Request", index: int) -> None:
         self.request = request
+        self.sink = request.sink
         self.index = index
         self.attempt: Attempt | None = None
         self.attempts = 0
         self.unsent = 0
-        self.finish: FinishReason = ""
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self.is_dirty = False
-        self.held_bytes = 0
         self.entry: Entry | None = None
-        self.record: Record | None = None
         self.queue_number: int | None = None
         self.sent_at: float | None = None
-        self.pending: list[int] = []
-        self._packed: array[int] | None = None
-        self._logprobs: list[TokenLogprob] | None = None
-
-    def append(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None) -> bool:
-        """Add new tokens. True when the backlog was long enough to be packed to four bytes a token."""
-        pending = self.pending
-        pending.extend(token_ids)
-        self.completion_tokens += len(token_ids)
-        if logprobs is not None:
-            if self._logprobs is None:
-                self._logprobs = []
-            self._logprobs.extend(logprobs)
-        if self.record is not None and not self.record.extend(token_ids, logprobs):
-            self.record = None
-        is_long = len(pending) >= PACK_AT_TOKENS
-        if is_long:
-            self.pack()
-        return is_long
-
-    def pack(self) -> None:
-        """Keep the backlog at four bytes a token from now on."""
-        self._packed = self._packed or array("I")
-        self._packed.extend(self.pending)
-        self.pending.clear()
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes that wait in the outbox (logprobs count 64 bytes a token and 16 per alternative)."""
-        total = BYTES_PER_TOKEN * (len(self.pending) + (len(self._packed) if self._packed is not None else 0))
-        return total if self._logprobs is None else total + logprob_bytes(self._logprobs)
-
-    def take(self) -> tuple[Seq[int], list[TokenLogprob] | None]:
-        """Everything pending, and an empty outbox. Clears the dirty mark."""
+        # As `Outbox` begins; here for the price of one call less per sequence.
+        self.finish = ""
+        self.cached_tokens = self.completion_tokens = 0
         self.is_dirty = False
         self.held_bytes = 0
-        tokens: Seq[int] = self.pending
-        self.pending = []
-        logprobs, self._logprobs = self._logprobs, None
-        if self._packed is not None:
-            self._packed.extend(tokens)
-            tokens, self._packed = self._packed, None
-        return tokens, logprobs
+        self.record = None
+        self.pending = ()
+        self.packed = self.logprobs = None
 
 
 class Request:

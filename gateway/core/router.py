@@ -61,12 +61,14 @@ from gateway.core.refusals import (
     refused_by_engine,
 )
 from gateway.core.request import Attempt
+from gateway.core.straight import Straight
 from gateway.core.strays import Strays
 from gateway.core.waves import Waves
 from gateway.types import FinishReason
 
 _READY, _ENGINE = RankState.READY, Evidence.ENGINE
 _COMPLETE = ("stop", "length")
+"""The ends that are successes."""
 
 
 def _never() -> None:
@@ -86,6 +88,7 @@ class Router(Readings):
         self._admission, self._attempts, self._dispatcher = parts.admission, parts.attempts, parts.dispatcher
         self._arrivals = Arrivals(config, parts)
         self._acceptance = Acceptance(config, parts, self._arrivals)
+        self._straight = Straight(config, parts, self._arrivals)
         patience = Patience(parts, parts.dispatcher) if parts.dispatcher is not None else None
         self._endings = Endings(parts, self._acceptance, patience)
         self._pump = Pump(parts, patience, self._endings) if patience is not None else None
@@ -104,8 +107,8 @@ class Router(Readings):
         self._fleet = Fleet(config, parts, self._endings, recovery, self._strays, self._moves, self._health)
         self._audit = Audit(self.ranks, self._attempts.ledger, self.counters)
         self._waves = Waves(config, self.ranks, self.counters)
-        others: list[Configurable] = [self._registry, self._arrivals, self._acceptance, recovery, self._strays]
-        others += [self._intake, self._audit, self._health, self._waves]
+        others: list[Configurable] = [self._registry, self._arrivals, self._acceptance, self._straight, recovery]
+        others += [self._strays, self._intake, self._audit, self._health, self._waves]
         others += [self._dispatcher] if self._dispatcher is not None else []
         self._reconfiguration = Reconfiguration(config, parts, self._fleet, others)
         self._handlers = self._by_event()
@@ -118,7 +121,7 @@ class Router(Readings):
         handler = self._handlers.get(type(event))
         assert handler is not None, event
         handler(event, now, effects)
-        if self._dispatcher is not None and self._pump is not None and self._dispatcher.queue.size:
+        if self._pump is not None and self._dispatcher is not None and self._dispatcher.queue.size:
             self._pump.run(now, effects)
         if self._waves.count:
             self._waves.follow(event, effects)
@@ -157,6 +160,8 @@ class Router(Readings):
         try:
             if self.is_draining:
                 raise ended_by(Reason.DRAINING)
+            if self._straight.take(arrived, now, effects):
+                return
             request, plan = self._acceptance.accept(arrived, now)
         except GatewayError as error:
             refused = self.counters.refused
@@ -230,7 +235,15 @@ class Router(Readings):
         if result is None:
             return
         for attempt, finish in result.finished:
-            self._finish(attempt, finish, now, effects)
+            if attempt.released:
+                continue
+            if finish in _COMPLETE:
+                if ranks.failures[rank]:
+                    self._health.succeeded(rank)
+                ranks.observe_finished(rank, attempt.tokens_out)
+                self._endings.completed(attempt, finish, now, effects)
+            else:
+                self._fail(attempt, finish, now, effects)
         for attempt, error in result.failed:
             if error.reason is Reason.ENGINE_ERROR:
                 self._health.failed(rank, "engine error", now, effects, attempt.sequence.request.handle)
@@ -250,18 +263,10 @@ class Router(Readings):
         else:
             self._waves.reported(event, effects)
 
-    def _finish(self, attempt: Attempt, finish: FinishReason, now: float, effects: list[Effect]) -> None:
-        """The engine ended an attempt: stop and length are success, anything else is not."""
-        if attempt.released:
-            return
-        rank, sequence, table = attempt.rank, attempt.sequence, self.ranks
+    def _fail(self, attempt: Attempt, finish: FinishReason, now: float, effects: list[Effect]) -> None:
+        """The engine ended an attempt, and not with success."""
         self._attempts.release(attempt, _ENGINE, now)
-        if finish not in _COMPLETE:
-            if finish == "error":
-                self._health.failed(rank, "engine error", now, effects, sequence.request.handle)
-            self._endings.settle(sequence.request, refused_by_engine(attempt, finish), Evidence.GATEWAY, now, effects)
-            return
-        if table.failures[rank]:
-            self._health.succeeded(rank)
-        table.observe_finished(rank, attempt.tokens_out)
-        self._endings.finished(sequence, finish, _ENGINE, now, effects)
+        request = attempt.sequence.request
+        if finish == "error":
+            self._health.failed(attempt.rank, "engine error", now, effects, request.handle)
+        self._endings.settle(request, refused_by_engine(attempt, finish), Evidence.GATEWAY, now, effects)

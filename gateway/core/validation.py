@@ -9,6 +9,7 @@ from gateway.config.limits import Limits
 from gateway.config.schema import Model
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RequestArrived
+from gateway.core.token_range import TokenRange
 from gateway.types import FAMILIES, Protocol, Sampling
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
@@ -44,6 +45,7 @@ class Validator:
         self._ranks = ranks
         self._max_context_tokens = model.max_context_tokens
         self._max_id_bytes = limits.max_request_id_bytes
+        self.has_known_tokens = TokenRange(model.vocab_size).holds
         self._valid: dict[int, Sampling] = {}
         """Parameters that have passed, by their identity: callers that ask for the same share the object."""
 
@@ -53,28 +55,31 @@ class Validator:
         self.check_tokens(arrived)
 
     def check_shape(self, arrived: RequestArrived) -> None:
-        """The part of `check` that costs the same for every prompt.
+        """The part of `check` that costs the same for every prompt."""
+        if self.is_common(arrived):
+            return
+        self._check_identity(arrived)
+        self._check_lengths(arrived)
+        self._check_numbers(arrived.sampling)
+        self._check_stops(arrived.sampling)
+        self._remember(arrived.sampling)
 
-        What most requests look like is let through by a few comparisons; everything else is looked at rule by rule.
+    def is_common(self, arrived: RequestArrived) -> bool:
+        """Whether it is one sequence for any rank with parameters that have passed: then nothing of its shape is wrong.
+
+        Most requests are, and a few comparisons tell; everything else is looked at rule by rule.
         """
         sampling, request_id = arrived.sampling, arrived.request_id
-        prompt_tokens = len(arrived.prompt_token_ids)
-        if (
+        return (
             self._valid.get(id(sampling)) is sampling
-            and 0 < prompt_tokens <= self._max_context_tokens - sampling.max_tokens
+            and 0 < len(arrived.prompt_token_ids) <= self._max_context_tokens - sampling.max_tokens
             and arrived.n == 1
             and arrived.priority == 0
             and arrived.pinned_rank is None
             and arrived.model is None
             and len(request_id) <= self._max_id_bytes
             and request_id.isascii()
-        ):
-            return
-        self._check_identity(arrived)
-        self._check_lengths(arrived)
-        self._check_numbers(sampling)
-        self._check_stops(sampling)
-        self._remember(sampling)
+        )
 
     def _remember(self, sampling: Sampling) -> None:
         """Nothing of them can change, and an object that is kept here shares its identity with no other."""
@@ -84,8 +89,7 @@ class Validator:
 
     def check_tokens(self, arrived: RequestArrived) -> None:
         """The part of `check` that looks at every prompt token."""
-        prompt = arrived.prompt_token_ids
-        if max(prompt) >= self._model.vocab_size or min(prompt) < 0:
+        if not self.has_known_tokens(arrived.prompt_token_ids):
             raise invalid("prompt_token_ids", f"ids must be in 0..{self._model.vocab_size - 1}")
 
     def _check_identity(self, arrived: RequestArrived) -> None:

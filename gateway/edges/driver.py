@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from gateway.config.schema import Config
 from gateway.core.effects import (
     AbortOnRank,
     AuditFound,
@@ -29,6 +30,7 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import Event, RequestArrived, RequestCancelled, Tick
 from gateway.core.request import Request, Sequence
 from gateway.core.router import Router
+from gateway.edges.pacing import Pacing
 from gateway.types import EngineRequest
 
 TICK_INTERVAL_S = 0.05
@@ -102,9 +104,19 @@ class Driver:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_running = False
         self._waiting: deque[Event] = deque()
+        self._pacing: Pacing | None = None
 
-    def emit(self, event: Event) -> None:
-        """Feed one event to the core and run what it wants done.
+    def configure(self, config: Config) -> None:
+        """Pass output on as the settings have it. What waits by earlier ones leaves."""
+        if self._pacing is not None:
+            self._pacing.release()
+        interval_tokens, max_delay_s = config.listen.stream_interval_tokens, config.listen.max_flush_delay_ms / 1000
+        self._pacing = None
+        if interval_tokens > 1:
+            self._pacing = Pacing(interval_tokens, max_delay_s, self._running_loop, self._pass_on)
+
+    def emit(self, event: Event, now: float | None = None) -> None:
+        """Feed one event to the core and run what it wants done. `now` is for callers who have just read the clock.
 
         An event that is emitted while effects run waits until they are done: otherwise a failed send
         could end a request between two of its own dispatches.
@@ -112,7 +124,8 @@ class Driver:
         if self._is_running:
             self._waiting.append(event)
             return
-        now = self.clock()
+        if now is None:
+            now = self.clock()
         effects = self.router.handle(event, now)
         if effects:
             self._run_all(effects)
@@ -151,7 +164,7 @@ class Driver:
             finally:
                 # The error's traceback holds this frame: if it held the error in turn, only the collector could free it.
                 del effects, first
-        assert isinstance(first, RequestAccepted)
+        assert type(first) is RequestAccepted
         return first.request
 
     def cancel(self, request: Request, reason: Reason) -> None:
@@ -177,10 +190,11 @@ class Driver:
         try:
             for effect in effects:
                 try:
-                    if isinstance(effect, Dispatch):
+                    # By type: isinstance costs 0.3 us with a Struct, whose metaclass is an ABCMeta.
+                    if type(effect) is Dispatch:
                         assert self.link is not None
                         self.link.send(effect.rank, effect.incarnation, effect.request)
-                    elif not isinstance(effect, RequestEnded):  # whose end the core has put among its output
+                    elif type(effect) is not RequestEnded:  # whose end the core has put among its output
                         self._run(effect)
                 except Exception as error:  # noqa: BLE001 - reported, and the request it belongs to has its deadline
                     self._on_defect(type(effect).__name__, error)
@@ -247,14 +261,18 @@ class Driver:
     def _flush(self) -> None:
         # A list of its own: what a sink makes dirty from here on belongs to the next turn.
         self._is_flush_scheduled = False
-        for item in self.router.take_dirty():
-            if isinstance(item, Sequence):
+        items = self.router.take_dirty()
+        self._pass_on(items if self._pacing is None else self._pacing.select(items))
+
+    def _pass_on(self, items: list[Sequence | Request]) -> None:
+        for item in items:
+            if type(item) is Sequence:
                 try:
-                    item.request.sink.flush(item)
+                    item.sink.flush(item)
                 except Exception as error:  # noqa: BLE001 - one broken sink must not silence the others
                     self._on_defect("flush", error)
                     self.cancel(item.request, Reason.INTERNAL)
-            else:
+            elif isinstance(item, Request):
                 try:
                     self._on_ended(item)
                 except Exception as error:  # noqa: BLE001 - as above; the handler must still learn of the end

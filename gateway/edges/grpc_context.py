@@ -58,6 +58,14 @@ class CallHead(Protocol):
     invocation_metadata: tuple[tuple[str, str | bytes], ...]
 
 
+class MessageStream(Protocol):
+    """The inmost part of a call."""
+
+    def push(self, message: bytes) -> bool:
+        """Send a message that can go out as it is, at once. False: it was not sent, and is for the call's `push`."""
+        ...
+
+
 class DirectCall(Outlet, Protocol):
     """A call that is served without a task: by `push`, and `finish` at its end.
 
@@ -69,6 +77,11 @@ class DirectCall(Outlet, Protocol):
     deadline_at: float | None
     on_ready: Callable[[], None] | None
     on_closed: Callable[[bool], None] | None
+
+    @property
+    def stream(self) -> MessageStream:
+        """What takes messages without a detour, once the first one was pushed."""
+        ...
 
     def peer(self) -> str:
         """The other end of the connection."""

@@ -53,10 +53,13 @@ def trailing_block(request: Request) -> bytes:
     request_id = request.arrived.request_id.encode()
     block = _ID_NAME + _LENGTHS[len(request_id)] + request_id
     sequences = request.sequences
+    waited_ms: float | None = None
     if len(sequences) == 1:
-        attempt = sequences[0].attempt
-        if attempt is not None:
-            block += _RANKS[attempt.rank]
+        (sequence,) = sequences
+        if sequence.attempt is not None:
+            block += _RANKS[sequence.attempt.rank]
+        if sequence.sent_at is not None:
+            waited_ms = (sequence.sent_at - request.accepted_at) * 1e3
     else:
         ranks = ",".join([str(each.attempt.rank) for each in sequences if each.attempt is not None]).encode()
         if ranks:
@@ -66,7 +69,8 @@ def trailing_block(request: Request) -> bytes:
         block += _DECISION_NAME + _LENGTHS[len(number)] + number
     if request.is_cached:
         block += _CACHE_HIT
-    waited_ms = queue_ms(request)
+    if waited_ms is None:
+        waited_ms = queue_ms(request)
     if not waited_ms:
         return block + _NOT_QUEUED
     value = b"%.3f" % waited_ms

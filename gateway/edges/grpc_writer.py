@@ -11,14 +11,15 @@ Two rules keep this cheap and bounded:
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.refusals import ended_by
 from gateway.core.request import Request, Sequence
-from gateway.edges.grpc_context import DirectCall, Outlet, RpcContext
+from gateway.edges.grpc_context import DirectCall, MessageStream, Outlet, RpcContext
 from gateway.edges.grpc_request import DEADLINE_SLACK_S
 from gateway.edges.grpc_sink import StreamSink
 from gateway.edges.grpc_status import defect_of, encode_status
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("gateway.grpc")
 
 
+class Lane(Protocol):
+    """A short cut from a sequence to the stream below its call: its `sink` instead of the writer while `stream` is set."""
+
+    stream: MessageStream | None
+    writer: "StreamWriter | None"
+
+
 class StreamWriter(StreamSink, ABC):
     """Sends the output of one request on one response stream; a service's subclass knows the messages.
 
@@ -41,6 +49,8 @@ class StreamWriter(StreamSink, ABC):
     failure: GatewayError | None = None
     _cancel: Callable[[Reason], None] | None = None
     _call: DirectCall | None = None
+    # What output may take while the call is ready and nothing waits. Subclasses that have such add them.
+    _lanes: Seq[Lane] = ()
     _has_said_farewell = False
     # Set along with `_call`.
     _request: Request
@@ -71,10 +81,26 @@ class StreamWriter(StreamSink, ABC):
             super().flush(sequence)
         elif outlet.is_ready and not self.pending:
             self.send(sequence, outlet)
-            if not call.is_ready:
-                self.mark(is_under_way=True)  # until `_on_ready`
+            self._note_sent(call)
         else:
             self.pending.append(sequence)
+
+    def push(self, message: bytes) -> None:
+        """Send what a lane could not."""
+        call = self._call
+        if call is not None:
+            call.push(message)
+            self._note_sent(call)
+
+    def _note_sent(self, call: DirectCall) -> None:
+        """Something was pushed while nothing waited."""
+        if not call.is_ready:
+            self._shut_lanes()
+            self.mark(is_under_way=True)  # until `_on_ready`
+
+    def _shut_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.stream = None
 
     def end(self, request: Request) -> None:
         """The request is over; what is pending still goes out, unless the reader was too slow for it."""
@@ -161,6 +187,7 @@ class StreamWriter(StreamSink, ABC):
         elif not call.is_ready:
             # The client has yet to take the last message: until then it can be ended for standing still.
             self.pending.append(request)
+            self._shut_lanes()
             self.mark(is_under_way=True)
             return
         else:
@@ -235,5 +262,8 @@ class StreamWriter(StreamSink, ABC):
         self._cancel = None
         if self._call is not None:
             self._call = None
+            for lane in self._lanes:
+                lane.stream = lane.writer = None
+            self._lanes = ()
             del self._request
             self._gate.leave(self._peer, self)

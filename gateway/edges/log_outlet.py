@@ -8,24 +8,31 @@ import asyncio
 import os
 import select
 import stat
-from typing import BinaryIO, ClassVar
+from collections.abc import Callable
+from typing import Any, BinaryIO, ClassVar
 
 MAX_WAITING_BYTES = 64 * 1024
+_BYTES_PER_LINE = 400
+"""What a line is taken for, besides its longest field, before it is encoded."""
 
 
 class Outlet:
     """Writes lines to a stream without ever waiting for its reader: the event loop would wait with it.
 
     A pipe that is ready takes `PIPE_BUF` bytes without blocking, so lines go out in such pieces, each after
-    a look. Files and terminals are written to as they are.
+    a look. Files and terminals are written to as they are. `encode` makes lines of what `encode_soon` was given.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, encode: Callable[[list[Any]], bytes] = b"".join) -> None:
         self._stream = stream
+        self._encode = encode
         self._ready = _readiness(stream)
         self._is_cut = False
         self._waiting: list[bytes] = []
+        # Behind them, not encoded yet.
+        self.unencoded: list[Any] = []
         self._waiting_bytes = 0
+        self._is_planned = False
 
     def write(self, line: bytes) -> bool:
         """Write a line with its newline; False when the stream can't take (all of) it now."""
@@ -44,20 +51,47 @@ class Outlet:
 
     def write_soon(self, line: bytes) -> None:
         """Write a line before the event loop waits again, together with others. Never raises for the stream's sake."""
-        waiting = self._waiting
-        if not waiting:
+        is_planned = self._plan()
+        if self.unencoded:
+            self._encode_all()
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        if not is_planned or self._waiting_bytes > MAX_WAITING_BYTES:
+            self.flush()
+
+    def encode_soon(self, line: object, size: int) -> None:
+        """The same with a line that is encoded then, in one step with others; its longest field has `size` bytes."""
+        unencoded = self.unencoded
+        is_planned = self._is_planned or self._plan()
+        unencoded.append(line)
+        self._waiting_bytes += size + _BYTES_PER_LINE
+        if not is_planned or self._waiting_bytes > MAX_WAITING_BYTES:
+            self.flush()
+
+    def _plan(self) -> bool:
+        """Write behind all callbacks that are due by now. False if no loop runs: nobody would write later."""
+        if not self._is_planned:
             try:
                 asyncio.get_running_loop().call_soon(self.flush)
-            except RuntimeError:  # no loop runs: nobody would write it later
-                self._write_all([line])
-                return
-        waiting.append(line)
-        self._waiting_bytes += len(line)
-        if self._waiting_bytes > MAX_WAITING_BYTES:
-            self.flush()
+            except RuntimeError:
+                return False
+            self._is_planned = True
+        return True
+
+    def _encode_all(self) -> None:
+        lines, self.unencoded = self.unencoded, []
+        self._waiting += self._encode(lines).splitlines(keepends=True)
 
     def flush(self) -> None:
         """Write what waits. Never raises for the stream's sake."""
+        self._is_planned = False
+        if self.unencoded:
+            if self._ready is None and not self._waiting:
+                # They need not be told apart.
+                unencoded, self.unencoded, self._waiting_bytes = self.unencoded, [], 0
+                self._write_data(self._encode(unencoded), len(unencoded))
+                return
+            self._encode_all()
         if not self._waiting:
             return
         lines, self._waiting, self._waiting_bytes = self._waiting, [], 0
@@ -76,12 +110,15 @@ class Outlet:
         self._write_all(group)
 
     def _write_all(self, lines: list[bytes]) -> None:
+        self._write_data(b"".join(lines), len(lines))
+
+    def _write_data(self, data: bytes, lines: int) -> None:
         try:
-            is_written = self.write(b"".join(lines))
+            is_written = self.write(data)
         except (OSError, ValueError):  # ValueError: the stream was closed
             is_written = False
         if not is_written:
-            LineLogger.lost += len(lines)
+            LineLogger.lost += lines
 
     def _put(self, data: bytes) -> None:
         self._stream.write(data)

@@ -13,7 +13,7 @@ import io
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar
 
 import msgspec
 import structlog
@@ -23,9 +23,9 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor, Wrapped
 
 from gateway.config.values import LogFormat, LogLevel
 from gateway.core.errors import Reason
-from gateway.core.request import Attempt, Request
+from gateway.core.request import Request
+from gateway.edges.log_lines import OWN_FIELDS_AT, TerminalLine, describe, set_fields
 from gateway.edges.log_outlet import LineLogger, Outlet
-from gateway.edges.waiting import queue_ms
 
 __all__ = ["LineLogger", "Outlet", "configure", "terminal_line"]
 
@@ -71,7 +71,7 @@ def configure(level: LogLevel, log_format: LogFormat, stream: BinaryIO | None = 
     """Set up logging for the process; may be called again. `stream` is stderr unless given."""
     target = sys.stderr.buffer if stream is None else stream
     renderer = _render_json if log_format == "json" else _console_renderer(target)
-    outlet = Outlet(target)
+    outlet = Outlet(target, _encode_lines)
     _terminal.outlet.flush()
     _terminal.outlet = outlet
     _terminal.processors = [_drop_quiet, renderer]
@@ -92,35 +92,6 @@ def configure(level: LogLevel, log_format: LogFormat, stream: BinaryIO | None = 
     root.setLevel(max(logging.WARNING, LineLogger.threshold))
 
 
-class _TerminalLine(msgspec.Struct, kw_only=True):
-    """The fields of a terminal line in their order. What is unset is not there."""
-
-    timestamp: datetime | UnsetType = UNSET
-    level: Literal["info", "warning"]
-    event: str = "request_ended"
-    logger: str | UnsetType = UNSET
-    request_id: str
-    rpc: str
-    outcome: str
-    error: str | None
-    rank: int | None
-    incarnation: int | None
-    ranks: list[int] | None
-    pinned_rank: int | None
-    decision_id: int | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    n: int
-    queue_ms: float
-    ttft_ms: float | None
-    e2e_ms: float
-    attempts: int
-    tenant: str | UnsetType = UNSET
-    cached: bool | UnsetType = UNSET
-    batch: int | UnsetType = UNSET
-
-
 def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> None:
     """Log the end of an accepted request: called once each, with counts and times, never contents.
 
@@ -134,72 +105,11 @@ def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> No
     is_fault = error is not None and error.reason in _FAULTS
     if (logging.WARNING if is_fault else logging.INFO) < LineLogger.threshold:
         return
-    line = _describe(request, now, "warning" if is_fault else "info")
+    line = describe(request, now, "warning" if is_fault else "info")
     if _terminal.write(log, line):
         return
     write = log.warning if is_fault else log.info
-    write(
-        "request_ended",
-        **{name: value for name in _TERMINAL_FIELDS if (value := getattr(line, name)) is not UNSET},
-    )
-
-
-_TERMINAL_FIELDS = _TerminalLine.__struct_fields__[4:]
-
-
-def _describe(request: Request, now: float, level: Literal["info", "warning"]) -> _TerminalLine:
-    error, arrived, sequences = request.error, request.arrived, request.sequences
-    started, first, ended = request.accepted_at, request.first_token_at, request.ended_at
-    if ended is None:
-        ended = now
-    # One sequence is what nearly all requests have; `_add_up` corrects what follows for the others.
-    sequence = sequences[0]
-    attempt = sequence.attempt
-    sent_at = ended if sequence.sent_at is None else sequence.sent_at
-    line = _TerminalLine(
-        level=level,
-        request_id=arrived.request_id,
-        rpc=getattr(request.sink, "rpc", "unknown"),
-        outcome="ok" if error is None else error.reason.value,
-        error=None if error is None else error.message,
-        rank=request.last_rank,
-        incarnation=None if attempt is None else attempt.incarnation,
-        ranks=None,
-        pinned_rank=arrived.pinned_rank,
-        decision_id=request.decision_id,
-        prompt_tokens=len(arrived.prompt_token_ids),
-        completion_tokens=sequence.completion_tokens,
-        cached_tokens=sequence.cached_tokens,
-        n=1,
-        # Whole microseconds; `round` takes four times as long.
-        queue_ms=int((sent_at - started) * 1e6 + 0.5) / 1e3,
-        ttft_ms=None if first is None else int((first - started) * 1e6 + 0.5) / 1e3,
-        e2e_ms=int((ended - started) * 1e6 + 0.5) / 1e3,
-        attempts=sequence.attempts,
-    )
-    if len(sequences) > 1:
-        attempt = _add_up(line, request)
-    if arrived.tenant:
-        line.tenant = arrived.tenant
-    if request.is_cached:
-        line.cached = True
-    if attempt is not None and attempt.batch is not None:
-        line.batch = attempt.batch.number
-    return line
-
-
-def _add_up(line: _TerminalLine, request: Request) -> Attempt | None:
-    """Make the line one of all sequences; return the last attempt."""
-    sequences = request.sequences
-    attempts = [sequence.attempt for sequence in sequences if sequence.attempt is not None]
-    line.n = len(sequences)
-    line.incarnation = attempts[-1].incarnation if attempts else None
-    line.ranks = [attempt.rank for attempt in attempts] if len(attempts) > 1 else None
-    line.completion_tokens = sum(sequence.completion_tokens for sequence in sequences)
-    line.cached_tokens = max(sequence.cached_tokens for sequence in sequences)
-    line.queue_ms = round(queue_ms(request), 3)
-    line.attempts = sum(sequence.attempts for sequence in sequences)
-    return attempts[-1] if attempts else None
+    write("request_ended", **set_fields(line, OWN_FIELDS_AT))
 
 
 class _TerminalWriter:
@@ -211,8 +121,9 @@ class _TerminalWriter:
         # The logger that `_name` belongs to; None until the next line.
         self.log: FilteringBoundLogger | None = None
         self._name: str | UnsetType | None = None
+        self._turn_at = datetime.now(UTC)
 
-    def write(self, log: FilteringBoundLogger, line: _TerminalLine) -> bool:
+    def write(self, log: FilteringBoundLogger, line: TerminalLine) -> bool:
         """Write a line of `log`; False if it must go the long way."""
         # Who listens to the lines, as tests do, puts other processors into the list.
         if not self.processors or self.processors[-1] is not _render_json or not structlog.is_configured():
@@ -221,14 +132,22 @@ class _TerminalWriter:
             self.log, self._name = log, _name_of(log)
         if self._name is None:
             return False
+        outlet = self.outlet
         line.logger = self._name
+        if line.error is None:
+            # Lines of one turn have one time.
+            if not outlet.unencoded:
+                self._turn_at = datetime.now(UTC)
+            line.timestamp = self._turn_at
+            outlet.encode_soon(line, len(line.request_id))
+            return True
         line.timestamp = datetime.now(UTC)
         try:
-            self.outlet.write_soon(_encode(line) + b"\n")
-        except (TypeError, ValueError):  # as in `_render_json`
+            outlet.write_soon(_encode(line) + b"\n")
+        except (TypeError, ValueError):  # as in `_render_json`: an error may quote anything
             return False
         if line.level == "warning":
-            self.outlet.flush()
+            outlet.flush()
         return True
 
     def flush(self) -> None:
@@ -240,7 +159,9 @@ def _name_of(log: FilteringBoundLogger) -> str | UnsetType | None:
     """A logger's name, UNSET without; None for one that has more to say, or that is none of ours."""
     bound = log.bind()
     inner = getattr(bound, "_logger", None)
-    if not isinstance(inner, LineLogger) or structlog.get_context(bound):
+    # Who listens to the lines may also have set up other processors for all loggers.
+    is_ours = getattr(bound, "_processors", None) is _terminal.processors
+    if not is_ours or not isinstance(inner, LineLogger) or structlog.get_context(bound):
         return None
     return inner.name or UNSET
 
@@ -249,7 +170,22 @@ _terminal = _TerminalWriter()
 atexit.register(_terminal.flush)
 
 
-_encode = msgspec.json.Encoder(enc_hook=repr).encode
+_encoder = msgspec.json.Encoder(enc_hook=repr)
+_encode = _encoder.encode
+
+
+def _encode_lines(lines: list[TerminalLine]) -> bytes:
+    try:
+        return _encoder.encode_lines(lines)
+    except (TypeError, ValueError):
+        return b"".join(map(_encode_line, lines))
+
+
+def _encode_line(line: TerminalLine) -> bytes:
+    try:
+        return _encode(line) + b"\n"
+    except (TypeError, ValueError):
+        return _encode_printable(set_fields(line, 0)) + b"\n"
 
 
 _NUMBERS = logging.getLevelNamesMapping()
@@ -272,7 +208,11 @@ def _render_json(logger: WrappedLogger, method: str, fields: EventDict) -> bytes
     try:
         return _encode(line)
     except (TypeError, ValueError):  # ValueError: lone surrogates, which UTF-8 cannot carry
-        return _encode({key: _printable(value) for key, value in line.items()})
+        return _encode_printable(line)
+
+
+def _encode_printable(line: dict[str, Any]) -> bytes:
+    return _encode({key: _printable(value) for key, value in line.items()})
 
 
 def _printable(value: object) -> str:

@@ -9,6 +9,7 @@ with it other threads.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import isnan
@@ -19,7 +20,6 @@ from prometheus_client.registry import Collector
 
 from gateway import __version__
 from gateway.config.schema import Config
-from gateway.core.counters import Counters
 from gateway.core.errors import Reason
 from gateway.core.events import BatchReceived
 from gateway.core.ranks import RankState, RankTable
@@ -33,7 +33,9 @@ from gateway.edges.metrics_families import (
     Book,
     Histogram,
     Series,
+    core_counters,
     grow,
+    link_counters,
     make_family,
     make_histogram,
     per_rank,
@@ -119,14 +121,21 @@ class Metrics(Collector):
         book.count += 1
         accepted_at, first_token_at = request.accepted_at, request.first_token_at
         ended_at = now if request.ended_at is None else request.ended_at
-        book.durations.observe(ended_at - accepted_at)
-        self._scheduling.observe_ended(request, ended_at)
+        # Two observations for every request: without a call each.
+        duration, durations = ended_at - accepted_at, book.durations
+        durations.counts[bisect_left(DURATION_BOUNDS, duration)] += 1
+        durations.total += duration
+        if self._scheduling.is_busy:
+            self._scheduling.observe_ended(request, ended_at)
         if first_token_at is not None:
-            self._ttft.observe(first_token_at - accepted_at)
+            ttft, ttfts = first_token_at - accepted_at, self._ttft
+            ttfts.counts[bisect_left(TTFT_BOUNDS, ttft)] += 1
+            ttfts.total += ttft
         self._prompt_tokens += len(request.arrived.prompt_token_ids)
         cached_tokens = 0
         for sequence in request.sequences:
-            cached_tokens = max(cached_tokens, sequence.cached_tokens)
+            if sequence.cached_tokens:
+                cached_tokens = max(cached_tokens, sequence.cached_tokens)
             attempt = sequence.attempt
             if attempt is not None and attempt.first_token_at is not None:
                 self._rank_ttft_count[attempt.rank] += 1
@@ -145,16 +154,17 @@ class Metrics(Collector):
         """Note a batch's arrival, before the core sees it; costs the same for one row and for a thousand.
 
         What decodes on the rank has waited since the rank's previous batch for its next token. So the
-        time between the two counts once for each row, up to the number of decoding sequences.
+        time between the two counts once for each row, up to the number of decoding sequences. Of joined
+        messages each has its share of that time: nothing else is known of when they were sent.
         """
-        rows = len(event.batch.ids)
+        rows, rank, messages = len(event.batch.ids), event.rank, event.batch.messages
         if not rows:
             return
-        rank = event.rank
+        last_at = self._last_batch_at
         decoding = self._router.ranks.in_flight_decode[rank]
         if decoding:
-            self._itl.observe(now - self._last_batch_at[rank], min(decoding, rows))
-        self._last_batch_at[rank] = now
+            self._itl.observe((now - last_at[rank]) / messages, min(rows, decoding * messages))
+        last_at[rank] = now
 
     # --- serving ---------------------------------------------------------------------------------
 
@@ -193,8 +203,8 @@ class Metrics(Collector):
         for families in (
             self._gateway_families(),
             self._rank_families(),
-            _core_counters(self._router.counters),
-            _link_counters(self._link_counters),
+            core_counters(self._router.counters),
+            link_counters(self._link_counters),
             self._latency_families(),
             self._scheduling.families(self._clock()),
             self._reload.families(),
@@ -271,19 +281,3 @@ def _rank_info(table: RankTable, rank: int) -> tuple[str, str, str] | None:
     if info is None:
         return None
     return table.group_names[table.group_of[rank]], info.engine_version, str(table.incarnation[rank])
-
-
-def _core_counters(counters: Counters) -> Iterator[Metric]:
-    for name, spec in catalogue.CORE_COUNTERS.items():
-        yield make_family(spec, series_of(getattr(counters, name)))
-
-
-def _link_counters(counters: object) -> Iterator[Metric]:
-    """The link's counters under their own names: its code bounds the names and the reasons."""
-    events: list[Series] = []
-    faults: list[Series] = []
-    for name, value in vars(counters).copy().items():
-        family = faults if isinstance(value, dict) else events
-        family.extend(((name, *labels), count) for labels, count in series_of(value))
-    yield make_family(catalogue.LINK_EVENTS, events)
-    yield make_family(catalogue.LINK_FAULTS, faults)

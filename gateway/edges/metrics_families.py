@@ -1,12 +1,14 @@
 """How plain numbers become metric families: what the collectors share."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from gateway.core.counters import Counters
+from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges.metrics_catalogue import Spec
 
 NumberT = TypeVar("NumberT", int, float)
@@ -91,3 +93,20 @@ def series_of(value: object) -> list[Series]:
         return [((str(key),), count) for key, count in value.copy().items()]
     assert isinstance(value, int)
     return [((), value)]
+
+
+def core_counters(counters: Counters) -> Iterator[Metric]:
+    """The core's counters."""
+    for name, spec in catalogue.CORE_COUNTERS.items():
+        yield make_family(spec, series_of(getattr(counters, name)))
+
+
+def link_counters(counters: object) -> Iterator[Metric]:
+    """The link's counters under their own names: its code bounds the names and the reasons."""
+    events: list[Series] = []
+    faults: list[Series] = []
+    for name, value in vars(counters).copy().items():
+        family = faults if isinstance(value, dict) else events
+        family.extend(((name, *labels), count) for labels, count in series_of(value))
+    yield make_family(catalogue.LINK_EVENTS, events)
+    yield make_family(catalogue.LINK_FAULTS, faults)

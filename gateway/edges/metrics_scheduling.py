@@ -37,6 +37,8 @@ class SchedulingMetrics:
         self._router = router
         self._has_queue = config.scheduling.mode != "direct"
         self._has_model = config.predictor is not None
+        # Whether ended requests say anything here.
+        self.is_busy = self._has_queue or self._has_model
         size = router.ranks.size
         self._waits = {outcome: Histogram(WAIT_BOUNDS) for outcome in catalogue.QUEUE_OUTCOME_VALUES}
         self._gaps = Histogram(GAP_BOUNDS)
@@ -47,6 +49,7 @@ class SchedulingMetrics:
     def configure(self, config: Config) -> None:
         """Another configuration is in force."""
         self._has_model = config.predictor is not None
+        self.is_busy = self._has_queue or self._has_model
         for column in (self._predicted_us, self._actual_us):
             grow(column, self._router.ranks.size)
 

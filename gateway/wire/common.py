@@ -27,6 +27,8 @@ MAX_REMEMBERED_STOPS: Final = 16
 MALFORMED: Final = (msgspec.DecodeError, RecursionError)
 """All that msgspec raises on foreign bytes; nesting beyond the interpreter's limit is the second."""
 
+_ARRAYS: Final = (list, tuple)
+
 T = TypeVar("T")
 
 MAX_UINT32: Final = 2**32 - 1
@@ -85,7 +87,8 @@ def lossy(fault: Fault) -> EngineBatch:
 
 def as_array(values: Sequence[int]) -> Sequence[int]:
     """Return what the encoder takes for an array: lists and tuples as they are, a copy of anything else."""
-    return values if isinstance(values, list | tuple) else list(values)
+    kind = type(values)  # nearly always exactly one of the two
+    return values if kind is list or kind is tuple or isinstance(values, _ARRAYS) else list(values)
 
 
 def as_count(value: Opaque) -> int | None:

@@ -101,7 +101,7 @@ def test_a_reload_goes_by_the_flags_of_the_start(path, monkeypatch):
 
 @pytest.mark.parametrize("flag", [["--processes", "3"], []])
 def test_several_processes_have_a_supervisor(path, started, monkeypatch, flag):
-    text = BASE + "listen: {transport: fast}\n" + ("" if flag else "processes: 3\n")
+    text = BASE + ("" if flag else "processes: 3\n")
     path.write_text(text)
     calls = []
     monkeypatch.setattr("gateway.processes.supervisor.run", lambda *arguments: calls.append(arguments) or 5)
@@ -113,12 +113,13 @@ def test_several_processes_have_a_supervisor(path, started, monkeypatch, flag):
 
 
 def test_a_flag_can_make_it_one_process(path, started):
-    path.write_text(BASE + "listen: {transport: fast}\nprocesses: 3\n")
+    path.write_text(BASE + "processes: 3\n")
     assert serve("-c", path, "--processes", "1").exit_code == 7
     assert started[0][0].processes == 1
 
 
 def test_processes_that_the_transport_can_not_have_are_a_usage_error(path, started):
+    path.write_text(BASE + "listen: {transport: grpcio}\n")
     result = serve("-c", path, "--processes", "2")
     assert result.exit_code == 2
     assert "Invalid value for --processes" in result.stderr

@@ -36,7 +36,9 @@ SECTIONS = [
     ("listen: {grpc: §ipv4:0.0.0.0:1}\n", "put the IPv6 address in brackets, [ipv4:0.0.0.0] (at $.listen.grpc)"),
     ("listen: {grpc: 127.0.0.1:7000, admin: §localhost:7000}\n", "localhost:7000 is already taken by $.listen.grpc (at $.listen.admin)"),
     ("listen: {allow_wildcard: true, grpc: 0.0.0.0:7000, metrics: §127.0.0.1:7000}\n", "127.0.0.1:7000 is already taken by $.listen.grpc (at $.listen.metrics)"),
-    ("processes: §2\n", "2 processes share listen.grpc, which listen.transport: fast can (at $.processes)"),
+    ("listen: {stream_interval_tokens: §8}\n", "with 8, set max_flush_delay_ms as well: else a slow sequence's tokens could wait for ever (at $.listen.stream_interval_tokens)"),
+    ("listen: {§max_flush_delay_ms: 20}\n", "'max_flush_delay_ms' has no effect with stream_interval_tokens 1; leave it out (at $.listen.max_flush_delay_ms)"),
+    ("listen: {transport: grpcio}\nprocesses: §2\n", "2 processes share listen.grpc, which listen.transport: fast can (at $.processes)"),
     ("failure: {eject: {base_s: §500}}\n", "base_s is 500, above max_s, 300 (at $.failure.eject.base_s)"),
     ("§policy: {}\n", "set 'preset' or 'cost' (at $.policy)"),
     ("§policy: {picker: random}\n", "set 'preset' or 'cost' (at $.policy)"),
@@ -137,6 +139,7 @@ ACCEPTED = [
     BASE.replace("ranks: 2", "ranks: 2\n    sockets: {transport: tcp, host: '[fd00::1]'}"),
     BASE.replace("ranks: 2", "ranks: 2\n    sockets: {transport: tcp, host: fd00::1}"),
     BASE.replace("127.0.0.1:5570", "127.0.0.1:0"),
+    BASE + "listen: {stream_interval_tokens: 8, max_flush_delay_ms: 20}\n",
     BASE + "policy: {cost: in_flight * 2, picker: p2c, seed: -5}\n",
     BASE + "policy: {preset: smg, tie_break: first, tie_tolerance: {absolute: 1}}\n",
 ]

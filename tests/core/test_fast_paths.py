@@ -4,7 +4,7 @@ import random
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.config.limits import Limits
@@ -15,7 +15,7 @@ from gateway.core.request import Sequence
 from gateway.core.validation import MAX_KNOWN_SAMPLINGS, Validator
 from gateway.types import EngineBatch, Sampling, TokenLogprob
 from tests.support.core import Bench, make_config, wire_id
-from tests.support.policies import make_policy, make_table
+from tests.support.policies import charge, make_policy, make_table, report
 
 CONFIG = make_config(2)
 SAMPLINGS = [
@@ -85,6 +85,7 @@ def test_every_event_has_its_handler():
     assert set(get_args(Event)) == set(Bench(1).router._handlers)
 
 
+@settings(deadline=None)
 @given(
     queued=st.lists(st.sampled_from([0, 0, 5, 7]), min_size=1, max_size=6),
     seed=st.integers(0, 9),
@@ -94,9 +95,9 @@ def test_every_event_has_its_handler():
 def test_a_pick_of_all_is_the_best_of_all(queued, seed, tie_break, objective):
     table = make_table(len(queued))
     table.queued_tokens[:] = queued
-    settings = PolicySettings(cost="queued_tokens", tie_break=tie_break, objective=objective)
+    wanted = PolicySettings(cost="queued_tokens", tie_break=tie_break, objective=objective)
     request = (1.0, 10, 0, 10, 5, 0, 0.0)
-    short, long = (make_policy(table, settings, seed=seed)._picker for _ in range(2))
+    short, long = (make_policy(table, wanted, seed=seed)._picker for _ in range(2))
     assert short.pick(request, None) == long.best(queued[:], None)
 
 
@@ -154,3 +155,45 @@ def test_without_a_queue_nothing_is_due(mode):
     bench.finish(first)
     bench.flush()
     bench.assert_quiet()
+
+
+@settings(deadline=None)
+@given(
+    queued=st.lists(st.sampled_from([0, 5, 7]), min_size=1, max_size=6),
+    over=st.lists(st.integers(0, 5), max_size=4),
+    then=st.lists(st.integers(0, 5), max_size=4),
+    cost=st.sampled_from(["queued_tokens", "queued_tokens / 3", "1 / queued_tokens"]),
+    tie_break=st.sampled_from(["random", "first", "rotate"]),
+)
+def test_ranks_that_fail_again_are_left_out_as_at_first(queued, over, then, cost, tie_break):
+    table = make_table(len(queued))
+    table.queued_tokens[:] = queued
+    for rank in range(table.size):
+        charge(table, rank, 0)
+    wanted = PolicySettings(cost=cost, tie_break=tie_break)
+    seasoned = make_policy(table, wanted, seed=3)
+    for failing in (over, over, over, then, then, over):
+        for rank in range(table.size):
+            report(table, rank, kv=0.99 if rank in failing else 0.1)
+        fresh = make_policy(table, wanted, seed=3)
+        fresh._state.cursor = seasoned._state.cursor
+        fresh._state.rng = seasoned._state.rng = lambda: 0.7
+        mine, other = (policy.decide(1.0, 10, 5) for policy in (seasoned, fresh))
+        assert (mine.rank, mine.ties, mine.codes, mine.eligible) == (
+            other.rank,
+            other.ties,
+            other.codes,
+            other.eligible,
+        )
+        assert (mine.relaxed, mine.refusal, mine.costs) == (other.relaxed, other.refusal, other.costs)
+
+
+def test_what_was_relaxed_once_is_not_remembered_as_eligible():
+    table = make_table(2)
+    table.is_blocked[1] = True
+    table.refresh(1)
+    policy = make_policy(table, PolicySettings(preset="lmetric"))
+    charge(table, 0)
+    for usage, relaxed in ((0.99, ("kv_usage",)), (0.1, ()), (0.99, ("kv_usage",))):
+        report(table, 0, kv=usage)
+        assert policy.decide(1.0, 10, 5).relaxed == relaxed

@@ -311,3 +311,13 @@ def test_the_check_sees_a_drift_in_every_sum_of_a_group(column):
     getattr(books.table, column)[0] += 1
     with pytest.raises(AssertionError):
         books.ledger.check()
+
+
+@pytest.mark.parametrize("usage", [0.0, 0.5])
+def test_the_floor_of_free_tokens_goes_down_with_every_charge(usage):
+    """The filters trust it without a look at the ranks, and `check` itself lowers it."""
+    books = Books()
+    books.table.kv_usage[0] = usage
+    for _ in range(3):
+        books.charged(150_000)
+        assert books.table.kv_floor_tokens == books.table.free_kv_tokens[0]

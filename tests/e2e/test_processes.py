@@ -44,10 +44,14 @@ class Several(Deployment):
 
     def joined(self):
         """(process, rank) of every rank that a process has READY."""
-        states = {}
-        for event in self.gateway.events("rank_state"):
-            states[event["process"], event["rank"]] = event["new"]
-        return {key for key, state in states.items() if state == "READY"}
+        ready = set()
+        for event in self.gateway.events():
+            if event["event"] == "process_restarted":  # a killed one did not say that it lost them
+                ready = {key for key in ready if key[0] != event["process"]}
+            elif event["event"] == "rank_state":
+                key = event["process"], event["rank"]
+                (ready.add if event["new"] == "READY" else ready.discard)(key)
+        return ready
 
     def expected_joins(self):
         everywhere = {(process, rank) for process in range(2) for rank in range(RANKS)}

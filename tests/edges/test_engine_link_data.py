@@ -124,6 +124,57 @@ async def test_a_handlers_exception_loses_no_later_message():
         harness.loop_errors.clear()
 
 
+async def test_queued_batches_are_joined_and_all_of_them_come_before_the_end():
+    async with running_link(family="vllm") as harness:
+        engine = await harness.joined_engine(0)
+        harness.stop_ticks()
+        reader = harness.link._ranks[0]._channel.output.reader
+        asyncio.get_running_loop().remove_reader(reader._fd)
+        for number in range(5):
+            engine.push_rows([(f"r{number}", [number], "")])
+        engine.push(b"\xc1")
+        engine.push_rows([("r5", [5], "")])
+        engine.push_rows([("r6", [6], "stop")])
+        engine.push_rows([("r7", [7], "")])
+        engine.push(b"ENGINE_CORE_DEAD")
+        engine.push_rows([("late", [8], "")])
+        await asyncio.sleep(0.1)
+        reader.drain()
+        await until(lambda: harness.losses)
+        batches = [event.batch for event in harness.of(BatchReceived)]
+        assert [(list(batch.ids), batch.messages) for batch in batches][:3] == [
+            ([f"r{number}" for number in range(5)], 5),
+            (["r5", "r6"], 2),
+            (["r7"], 1),
+        ]
+        kinds = [type(event) for event in harness.events if type(event) in (BatchReceived, RankLost)]
+        assert kinds[-1] is RankLost
+        assert sum(harness.link.counters.noise.values()) == 1
+
+
+async def test_a_handlers_exception_over_joined_batches_loses_no_later_message():
+    async with running_link(family="vllm") as harness:
+        engine = await harness.joined_engine(0)
+        harness.stop_ticks()
+        reader = harness.link._ranks[0]._channel.output.reader
+        asyncio.get_running_loop().remove_reader(reader._fd)
+
+        def fails_once(event):
+            harness.events.append(event)
+            if len(harness.of(BatchReceived)) == 1:
+                raise LookupError("a bug in the core")
+
+        harness.link._env.events._emit = fails_once
+        for finish in ("", "stop", "", ""):
+            engine.push_rows([("r", [1], finish)])
+        await asyncio.sleep(0.1)
+        with pytest.raises(LookupError):
+            reader.drain()
+        assert [event.batch.messages for event in harness.of(BatchReceived)] == [2]
+        reader.drain()
+        assert [event.batch.messages for event in harness.of(BatchReceived)] == [2, 2]
+
+
 async def test_messages_whose_edge_was_lost_are_found_by_the_tick():
     async with running_link() as harness:
         engine = await harness.joined_engine(0)

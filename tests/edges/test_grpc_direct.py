@@ -23,7 +23,7 @@ def world():
 
 def flush(sequence, *tokens):
     sequence.append(tokens, None)
-    sequence.request.sink.flush(sequence)
+    sequence.sink.flush(sequence)
 
 
 async def test_a_flush_pushes_by_itself_and_the_end_ends_the_call(world):

@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -183,3 +184,69 @@ def test_who_listens_to_the_lines_hears_terminal_lines_as_well():
     with structlog.testing.capture_logs() as heard:
         logs.terminal_line(structlog.get_logger("gateway"), requests[0], bench.now)
     assert [line["event"] for line in heard] == ["request_ended"]
+
+
+async def test_lines_of_one_turn_are_encoded_together_each_as_alone(monkeypatch):
+    stream = configured()
+    encoded = []
+    outlet = logs._terminal.outlet
+    monkeypatch.setattr(outlet, "_encode", lambda lines: encoded.append(len(lines)) or logs._encode_lines(lines))
+    bench, requests = ended(3)
+    requests[1].error = GatewayError(Reason.CANCELLED, "in its place")
+    for request in requests:
+        logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+    assert not lines(stream)
+    await asyncio.sleep(0)
+    assert ids(stream) == ["client-0", "client-1", "client-2"]
+    assert encoded == [1, 1]
+    for request in (requests[0], requests[2]):
+        logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+    await asyncio.sleep(0)
+    assert encoded == [1, 1, 2]
+    *_, one, other = lines(stream)
+    assert one["timestamp"] == other["timestamp"] > lines(stream)[0]["timestamp"]
+    assert (one["request_id"], other["request_id"]) == ("client-0", "client-2")
+
+
+async def test_one_line_that_utf8_cannot_carry_costs_the_others_nothing():
+    stream = configured()
+    bench, requests = ended(3)
+    requests[1].sink = SimpleNamespace(rpc="\ud800")
+    for request in requests:
+        logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+    await asyncio.sleep(0)
+    first, second, third = lines(stream)
+    assert (second["rpc"], second["request_id"]) == ("\\ud800", "client-1")
+    assert (first["request_id"], first["n"], third["request_id"], third["n"]) == ("client-0", 1, "client-2", 1)
+
+
+async def test_lines_that_wait_unencoded_are_not_torn_in_a_pipe():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as stream, os.fdopen(reader, "rb"):
+        logs.configure("info", "json", stream)
+        pieces = []
+        logs._terminal.outlet._put = pieces.append
+        bench, requests = ended(30)
+        for request in requests:
+            logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+        await asyncio.sleep(0)
+        assert len(pieces) > 1
+        assert all(piece.endswith(b"\n") and len(piece) <= select.PIPE_BUF for piece in pieces)
+        found = [json.loads(line)["request_id"] for line in b"".join(pieces).splitlines()]
+        assert found == [f"client-{number}" for number in range(30)]
+        configured()
+
+
+async def test_lines_that_could_not_be_written_count_before_they_were_encoded_as_after():
+    class Broken(io.BytesIO):
+        def write(self, data):
+            raise OSError
+
+    logs.configure("info", "json", Broken())
+    bench, requests = ended(3)
+    before = logs.LineLogger.lost
+    for request in requests:
+        logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+    await asyncio.sleep(0)
+    assert logs.LineLogger.lost == before + 3
+    configured()

@@ -14,13 +14,12 @@ from gateway.core.counters import Counters
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import BatchReceived, DrainStarted, RankLost
 from gateway.core.ranks import RankState
-from gateway.edges import metrics
 from gateway.edges import metrics_catalogue as catalogue
 from gateway.edges import metrics_values as values
 from gateway.edges.engine_link.counters import LinkCounters
 from gateway.edges.logs import LineLogger
 from gateway.edges.metrics import TTFT_BOUNDS
-from gateway.edges.metrics_families import Histogram
+from gateway.edges.metrics_families import Histogram, link_counters
 from gateway.types import EngineBatch
 from gateway.wire.common import Fault, Noise
 from tests.support.core import load, make_info, wire_id
@@ -181,6 +180,21 @@ def test_the_inter_token_time_is_weighted_by_the_sequences_that_waited():
     assert got["rankgate_inter_token_latency_seconds_count",] == 5
     assert got["rankgate_inter_token_latency_seconds_sum",] == pytest.approx(2 * 0.02 + 3 * 0.03)
     assert got["rankgate_inter_token_latency_seconds_bucket", ("le", "0.025")] == 2
+
+
+def test_joined_messages_share_the_time_since_the_last_batch():
+    world = World(1)
+    first, second = world.request(), world.request()
+    ids = [wire_id(first), wire_id(second)]
+    world.batch(0, [(each, [1]) for each in ids])
+    world.metrics.observe_batch(BatchReceived(0, 1, EngineBatch(ids=ids, token_ids=[], finish=[])), world.now)
+    before = world.samples()
+    joined = EngineBatch(ids=ids * 3, token_ids=[[1]] * 6, finish=[""] * 6, messages=3)
+    world.metrics.observe_batch(BatchReceived(0, 1, joined), world.now + 0.06)
+    after = world.samples()
+    count, total = (("rankgate_inter_token_latency_seconds_" + name,) for name in ("count", "sum"))
+    assert after[count] - before[count] == 6
+    assert after[total] - before[total] == pytest.approx(6 * 0.02)
 
 
 def test_load_reports_without_rows_do_not_count_as_a_step():
@@ -401,7 +415,7 @@ def test_counters_may_get_new_keys_while_they_are_copied():
         for _ in range(400):
             garbage = [Garbage() for _ in range(30)]
             del garbage
-            for _ in metrics._link_counters(world.link):
+            for _ in link_counters(world.link):
                 pass
     assert not failures
 

@@ -101,16 +101,19 @@ async def test_messages_within_the_bound_pass(prompt, tokens):
 async def test_a_request_over_the_bound_is_refused():
     async with serve(all_at_once, listen={"max_message_bytes": 4000}) as edge:
         code, details = await answered(edge, 5000, 1)
-        assert (code, "larger than max" in details.lower()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # The gRPC library has its own words for it.
+        assert "larger than max" in details.lower() or "at most 4000 are taken" in details
         assert not edge.driver.requests
     async with serve(all_at_once, model={"max_context_tokens": 9000}) as edge:
         assert await answered(edge, 5000, 1) == (grpc.StatusCode.OK, "")
 
 
-async def test_a_response_over_the_bound_ends_its_call():
+@pytest.mark.parametrize("tokens", [1000, 4000])  # less than a frame of HTTP/2, and more
+async def test_a_response_over_the_bound_ends_its_call(tokens):
     async with serve(all_at_once, listen={"max_message_bytes": 4000}) as edge:
-        code, _ = await answered(edge, 1, 4000)
+        code, _ = await answered(edge, 1, tokens)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not edge.driver.live
     async with serve(all_at_once) as edge:
-        assert await answered(edge, 1, 4000) == (grpc.StatusCode.OK, "")
+        assert await answered(edge, 1, tokens) == (grpc.StatusCode.OK, "")

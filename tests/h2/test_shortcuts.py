@@ -100,7 +100,7 @@ def state(connection):
         inbound.last_stream_id,
         inbound.credit,
         out.send_window,
-        budgets._updates,
+        min(budgets._burst, budgets.updates),
         connection.is_failed,
     )
 

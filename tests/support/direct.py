@@ -17,6 +17,19 @@ from tests.support.fake_driver import FakeDriver
 from tests.support.grpc_edge import generate_request, info_of, make_config
 
 
+class FakeStream:
+    """What takes messages below a call; nothing while the call shuts."""
+
+    def __init__(self, call: "FakeCall") -> None:
+        self.call = call
+
+    def push(self, message: bytes) -> bool:
+        if self.call.is_shutting:
+            return False
+        self.call.messages.append(message)
+        return True
+
+
 class FakeCall:
     """A call of our own transport; `is_shutting` and `open_up` are what the client's windows do."""
 
@@ -50,6 +63,11 @@ class FakeCall:
         self.messages.append(message)
         if self.is_shutting:
             self.is_ready = False
+
+    @property
+    def stream(self) -> "FakeStream":
+        assert self.messages, "the first message needs more"
+        return FakeStream(self)
 
     def finish(self, code: int, details: str = "", trailing_block: bytes = b"") -> None:
         assert self.code is None, "a call ends once"

@@ -185,7 +185,7 @@ class FakeDriver:
             if isinstance(item, Request):
                 item.sink.end(item)
             else:
-                item.request.sink.flush(item)
+                item.sink.flush(item)
 
 
 def count_up(driver: FakeDriver, request: Request) -> None:

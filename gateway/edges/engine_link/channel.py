@@ -115,6 +115,7 @@ class Channel:
             on_writable=owner.on_writable,
             on_change=lambda change: self._on_change(change, is_output=False),
         )
+        self._input_socket, self._input_reader = self.input.socket, self.input.reader
         try:
             self.output = MonitoredSocket(
                 context,
@@ -146,7 +147,7 @@ class Channel:
 
     def send(self, frames: list[bytes]) -> None:
         """Send without waiting. Raises zmq.Again when the pipe is full, zmq.ZMQError when the rank is not there."""
-        socket = self.input.socket
+        socket = self._input_socket
         kind, payload = frames
         try:
             _send(socket, self._identity, _MORE)
@@ -154,8 +155,8 @@ class Channel:
             _send(socket, payload, NOBLOCK)
         finally:
             # A send may consume the edge that says that there is room. What a joined rank sends here is for nobody.
-            if self.input.reader.wants_write:
-                self.input.reader.poke()
+            if self._input_reader.wants_write:
+                self._input_reader.poke()
 
     def learn_peers(self) -> None:
         """Let the ROUTER take note of new connections. A send may skip that, and would then refuse a known rank."""

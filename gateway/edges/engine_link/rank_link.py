@@ -82,7 +82,7 @@ class RankLink:
         self._engine_index = group.start_index + index
         self._identity = identity_of(self._engine_index)
         self._protocol = protocol
-        self._intake = Intake(env, protocol, rank, self._engine_index)
+        self._intake = Intake(env, protocol, rank, self._engine_index, joined=self._joined)
         codec = protocol.coordinator if group.coordinator.enabled else None
         self._reports = ReportIntake(env, codec, rank, self._engine_index) if codec is not None else None
         self._send_init = send_init
@@ -116,6 +116,7 @@ class RankLink:
             if memory.registration is not None:
                 self._info = decode_ready_response(memory.registration)
             self._channel = self._opener.recorded(self, memory.addresses, is_started=is_complete)
+            self._channel.output.reader.on_handled = self._intake.flush
         except (WireError, LinkError, zmq.ZMQError, ValueError) as error:
             self._env.counters.state_faults.add("not_restored")
             self._log.warning("rank_not_restored", problem=str(error))
@@ -267,6 +268,7 @@ class RankLink:
             if self._meeting is not None:
                 self._parallel_config = self._meeting.give(self._index)
             channel = self._opener.fresh(self)
+            channel.output.reader.on_handled = self._intake.flush
         except (OSError, zmq.ZMQError) as error:
             self._env.counters.handshakes.add("no_sockets")
             self._env.limited_log.warning("no_sockets_for_rank", rank=self.rank, problem=str(error))
@@ -361,10 +363,17 @@ class RankLink:
                 # A rank talks over its newest connection; what an earlier one still brings comes before that.
                 connections.source_fd = source_fd(frames[0])
         if self._intake.take(frames, joined):
-            if self.state is not LinkState.JOINED:
-                self._discard()
-            else:
-                self._begin_loss(SENTINEL, expects_rows=False)
+            try:
+                self._intake.flush()  # what came before the end
+            finally:
+                if self.state is not LinkState.JOINED:
+                    self._discard()
+                else:
+                    self._begin_loss(SENTINEL, expects_rows=False)
+
+    def _joined(self) -> int | None:
+        """Whose rows the batch socket brings: the incarnation, None while nobody has joined or two connections mix."""
+        return self._memory.incarnation if self.state is _JOINED and self._outputs <= 1 else None
 
     def on_up(self, *, is_output: bool) -> None:
         """A connection was established. A second one for batches means that the first is gone, seen or not.

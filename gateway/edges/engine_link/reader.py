@@ -19,8 +19,8 @@ import zmq
 from zmq.backend import Socket as _Backend
 
 MAX_MESSAGES_PER_CALLBACK = 64
-MAX_HELD_BYTES = 8 * 1024 * 1024
-"""Messages are read ahead of their handling up to here."""
+MAX_HELD_BYTES = 256 * 1024
+"""Messages are read ahead of their handling up to here, and so handled before output leaves: some thousand rows, or one message."""
 NOBLOCK = int(zmq.NOBLOCK)
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _recv: Callable[["Socket", int, bool], zmq.Frame] = _Backend.recv  # type: ignore[assignment]  # its overloads say Literal
@@ -50,7 +50,7 @@ class SocketReader:
     """Calls `on_message` for each message, `on_writable` when a send may succeed again.
 
     `on_writable` is only called while `wants_write` is set. `on_read` is called when messages were read, before the first
-    of them is handled. Handlers may close the reader.
+    of them is handled, and `on_handled` after the last. Handlers may close the reader.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class SocketReader:
         self._on_message = on_message
         self._on_writable = on_writable
         self.on_read: Callable[[], None] | None = None
+        self.on_handled: Callable[[], None] | None = None
         # Read and not yet handled: more than none after a handler's exception only.
         self._held: deque[list[zmq.Frame]] = deque()
         self._scheduled: asyncio.Handle | None = None
@@ -92,8 +93,12 @@ class SocketReader:
         is_empty = self._read(limit - len(held))
         if held and self.on_read is not None:
             self.on_read()
-        while held:
-            self._on_message(held.popleft())
+        try:
+            while held:
+                self._on_message(held.popleft())
+        finally:
+            if self.on_handled is not None:
+                self.on_handled()
         return is_empty
 
     def _read(self, limit: int) -> bool:
@@ -104,13 +109,16 @@ class SocketReader:
         room_bytes = MAX_HELD_BYTES
         for number in range(limit):
             try:
-                frames = receive(socket)
+                frame = _recv(socket, NOBLOCK, False)
             except zmq.Again:
                 return True
+            frames = [frame]
+            if frame.more:
+                frames += receive(socket)
             held.append(frames)
             if number == 0 and not _get(socket, _EVENTS) & _POLLIN:
                 return True
-            room_bytes -= len(frames[0])
+            room_bytes -= len(frame)
             if room_bytes < 0:
                 return False
         return False

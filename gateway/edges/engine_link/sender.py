@@ -39,6 +39,9 @@ class Sender:
         self._env = env
         self._protocol = protocol
         self._channel = channel
+        self._send_now = channel.send
+        self._encode_add = protocol.encode_add
+        self._counters = env.counters
         self._rank = rank
         self._incarnation = incarnation
         self._queue = SendQueue()
@@ -50,7 +53,7 @@ class Sender:
     def send(self, request: EngineRequest) -> None:
         """Encode once and send or queue."""
         try:
-            frames = self._protocol.encode_add(request)
+            frames = self._encode_add(request)
         except ENCODE_ERRORS as error:
             self._env.limited_log.warning(
                 "request_not_encodable", rank=self._rank, wire_id=request.wire_id, error=str(error)
@@ -58,12 +61,17 @@ class Sender:
             self._fail(request.wire_id, "encode")
             return
         if not self._is_blocked:
-            sent = self._try_send(frames)
-            if sent is None:
+            try:
+                self._send_now(frames)
+            except zmq.Again:
+                pass
+            except zmq.ZMQError as error:
+                self._note_refusal(error)
                 self._fail(request.wire_id, "unreachable")
-            elif sent:
-                self._env.counters.adds += 1
-            if sent is not False:
+                return
+            else:
+                self._refused_since = None
+                self._counters.adds += 1
                 return
         if self._queue.offer(request.wire_id, frames):
             self._block()
@@ -115,17 +123,17 @@ class Sender:
     def _try_send(self, frames: list[bytes]) -> bool | None:
         """True: taken. False: full, try later. None: the rank can't be reached."""
         try:
-            self._channel.send(frames)
+            self._send_now(frames)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            self._env.limited_log.warning("send_refused", rank=self._rank, error=error.strerror)
-            self._note_refusal()
+            self._note_refusal(error)
             return None
         self._refused_since = None
         return True
 
-    def _note_refusal(self) -> None:
+    def _note_refusal(self, error: zmq.ZMQError) -> None:
+        self._env.limited_log.warning("send_refused", rank=self._rank, error=error.strerror)
         now = self._env.loop.time()
         if self._paused_until is None and not self._is_blocked:
             self._env.events.defer(SendBlocked(self._rank, self._incarnation))

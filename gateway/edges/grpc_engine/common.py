@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar, Final, NoReturn
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
@@ -24,6 +24,7 @@ from gateway.core.events import RequestArrived
 from gateway.edges.driver import Driver
 from gateway.edges.grpc_context import RpcContext
 from gateway.edges.grpc_direct import generate_method
+from gateway.edges.grpc_engine.cut import cut
 from gateway.edges.grpc_engine.encode import Layout
 from gateway.edges.grpc_engine.fleet import FleetView, RankLoad
 from gateway.edges.grpc_engine.writer import EngineWriter, Wanted
@@ -68,7 +69,9 @@ class EngineService(ABC):
         self.fleet = FleetView(config, driver)
         self._driver = driver
         self._reader = RequestReader(config)
+        # By what a message is without its request id and prompt.
         self._options: dict[bytes, Options] = {}
+        self._read_tokenized = self.messages.TokenizedInput.FromString
         self._rpc = f"{self.service_name}/Generate"
 
     @abstractmethod
@@ -126,6 +129,24 @@ class EngineService(ABC):
             sampling = reader.with_room(sampling, len(prompt))
         return Wanted(request_id, prompt, sampling, n, pinned_rank, is_stream)
 
+    def _read_known(self, data: bytes) -> Wanted | None:
+        """The same from a message's bytes, where all but id and prompt was seen before. None: take it apart.
+
+        What is kept by was written by the library from messages without these two: an equal rest has neither.
+        """
+        parts = cut(data)
+        options = None if parts is None else self._options.get(parts[2])
+        if parts is None or options is None:
+            return None
+        try:
+            prompt = self._reader.prompt(self._read_tokenized(parts[1]).input_ids)
+        except DecodeError:
+            return None
+        sampling, n, pinned_rank, is_stream = options
+        if sampling.max_tokens == NO_MAX_TOKENS:
+            sampling = self._reader.with_room(sampling, len(prompt))
+        return Wanted(parts[0], prompt, sampling, n, pinned_rank, is_stream)
+
     def _read_options(self, key: bytes, request: Any) -> Options:
         pinned_rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
         options = self.sampling(request), request.sampling_params.n or 1, pinned_rank, request.stream
@@ -147,16 +168,17 @@ class EngineService(ABC):
 
     def _prepare(self, data: bytes, call: Call, now: float) -> RequestArrived:
         reader = self._reader
-        wanted = self.read(decode(self.messages.GenerateRequest, data))
+        wanted = self._read_known(data) or self.read(decode(self.messages.GenerateRequest, data))
         request_id = reader.request_id(wanted.request_id, call)
+        pinned_rank, deadline_at = wanted.pinned_rank, call.deadline_at
         return RequestArrived(
             client_key=ANYONE,
             request_id=request_id,
             prompt_token_ids=wanted.prompt_token_ids,
             sampling=wanted.sampling,
             n=wanted.n,
-            pinned_rank=reader.pin(wanted.pinned_rank, call),
-            deadline_at=reader.deadline_at(call, now),
+            pinned_rank=pinned_rank if call.pinned_rank is None else reader.pin(pinned_rank, call),
+            deadline_at=reader.deadline_at(call, now) if deadline_at is None else deadline_at,
             tenant=call.tenant,
             cache_salt=call.cache_salt,
             queue_timeout_s=call.queue_timeout_s,

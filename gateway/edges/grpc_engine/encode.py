@@ -12,10 +12,15 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from gateway.core.request import Record, Sequence
 from gateway.edges.varint import VARINTS, Memo, varint
 from gateway.types import TokenLogprob
+
+if TYPE_CHECKING:
+    from gateway.edges.grpc_context import MessageStream
+    from gateway.edges.grpc_writer import StreamWriter
 
 
 class Layout(NamedTuple):
@@ -80,72 +85,113 @@ ONE_TOKEN = Memo(_first_field)
 class SequenceEncoder:
     """Writes one sequence's messages, and remembers what the final one must repeat.
 
-    Without log probabilities a chunk with one token is `chunk_tag`, the length of the rest, `ONE_TOKEN`, `chunk_middle`,
-    the new count of `completed`, and what `chunk_end` says. Writers may do that by themselves.
+    With `has_record` that is the sequence's own record, which will have all of its tokens. `stream` and `writer` are for
+    `flush`, see `Lane`.
     """
 
     __slots__ = (
+        "_bare_end",
+        "_cached_tokens",
         "_chunk_end",
+        "_chunk_middle",
+        "_chunk_tag",
         "_complete_end",
         "_complete_tag",
+        "_completed",
         "_floats",
         "_has_logprobs",
+        "_ids",
         "_prompt_tokens",
         "_tops",
-        "cached_tokens",
-        "chunk_end",
-        "chunk_middle",
-        "chunk_tag",
-        "completed",
-        "ids",
+        "stream",
+        "writer",
     )
 
-    def __init__(self, layout: Layout, request_id: str, index: int, prompt_tokens: int) -> None:
-        self.chunk_tag, self.chunk_end, self._complete_tag, self._complete_end = _frame(layout, index)
+    def __init__(
+        self, layout: Layout, request_id: str, index: int, prompt_tokens: int, *, has_record: bool = False
+    ) -> None:
+        self._chunk_tag, self._chunk_end, self._complete_tag, self._complete_end = _frame(layout, index)
         if layout.request_id is not None:
             head = _tagged(layout.request_id, request_id.encode())
-            self.chunk_tag = head + self.chunk_tag
+            self._chunk_tag = head + self._chunk_tag
             self._complete_tag = head + self._complete_tag
-        self._chunk_end = self.chunk_end
+        self._bare_end = self._chunk_end
         self._prompt_tokens = prompt_tokens
         # From the prompt's count up to the tag of the completion's count.
-        self.chunk_middle = b"\x10" + VARINTS[prompt_tokens] + b"\x18" if prompt_tokens else b"\x18"
-        self.cached_tokens = 0
-        self.completed = 0
-        self.ids = bytearray()
+        self._chunk_middle = b"\x10" + VARINTS[prompt_tokens] + b"\x18" if prompt_tokens else b"\x18"
+        self._cached_tokens = 0
+        self._completed = 0
+        # What was sent; None where the sequence's own record has it.
+        self._ids: bytearray | None = None if has_record else bytearray()
         self._has_logprobs = False
+        self.stream: MessageStream | None = None
+        self.writer: StreamWriter | None = None
+
+    def flush(self, sequence: Sequence) -> None:
+        """As a `Sink`'s, in the place of the writer's: one more token, as most flushes have, leaves by one call from here."""
+        stream, pending = self.stream, sequence.pending
+        if (
+            stream is None
+            or len(pending) != 1
+            or sequence.finish
+            or sequence.logprobs is not None
+            or sequence.packed is not None
+            or sequence.cached_tokens != self._cached_tokens
+        ):
+            if self.writer is not None:
+                self.writer.flush(sequence)
+            return
+        # What `Sequence.take` and `chunk` do.
+        sequence.is_dirty = False
+        sequence.held_bytes = 0
+        sequence.pending = ()
+        token_id = pending[0]
+        ids = self._ids
+        if ids is not None:
+            ids += VARINTS[token_id]
+        self._completed = completed = self._completed + 1
+        body = ONE_TOKEN[token_id] + self._chunk_middle + VARINTS[completed] + self._chunk_end
+        message = self._chunk_tag + VARINTS[len(body)] + body
+        if not stream.push(message) and self.writer is not None:
+            self.writer.push(message)
 
     def add(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None) -> None:
         """Remember new tokens for the final message without making a chunk of them."""
-        self.ids += pack(token_ids)
-        self.completed += len(token_ids)
+        if self._ids is not None:
+            self._ids += pack(token_ids)
+        self._completed += len(token_ids)
         if logprobs is not None:
             self._remember(*_logprob_parts(logprobs))
 
     def chunk(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None, cached_tokens: int) -> bytes:
         """A `GenerateStreamChunk` response with new tokens (at least one); `completion_tokens` is cumulative."""
-        if cached_tokens != self.cached_tokens:
+        if cached_tokens != self._cached_tokens:
             self.note_cached(cached_tokens)
         ids = b"".join(map(varint, token_ids))
-        self.ids += ids
-        self.completed = completed = self.completed + len(token_ids)
-        body = b"\x0a" + VARINTS[len(ids)] + ids + self.chunk_middle + VARINTS[completed]
+        if self._ids is not None:
+            self._ids += ids
+        self._completed = completed = self._completed + len(token_ids)
+        body = b"\x0a" + VARINTS[len(ids)] + ids + self._chunk_middle + VARINTS[completed]
         if logprobs is None:
-            body += self.chunk_end
+            body += self._chunk_end
         else:
             floats, tops = _logprob_parts(logprobs)
             self._remember(floats, tops)
-            body += _number(4, cached_tokens) + _tagged(5, _logprobs(ids, floats, tops)) + self._chunk_end
-        return self.chunk_tag + VARINTS[len(body)] + body
+            body += _number(4, cached_tokens) + _tagged(5, _logprobs(ids, floats, tops)) + self._bare_end
+        return self._chunk_tag + VARINTS[len(body)] + body
 
     def note_cached(self, cached_tokens: int) -> None:
         """So many of the prompt's tokens came from the rank's cache: `chunk_end` says so from here on."""
-        self.cached_tokens = cached_tokens
-        self.chunk_end = _number(4, cached_tokens) + self._chunk_end
+        self._cached_tokens = cached_tokens
+        self._chunk_end = _number(4, cached_tokens) + self._bare_end
 
-    def complete(self, finish_reason: str, cached_tokens: int) -> bytes:
-        """The `GenerateComplete` response: everything that was generated, and why it ended."""
-        ids, completed, prompt_tokens = self.ids, self.completed, self._prompt_tokens
+    def complete(self, finish_reason: str, cached_tokens: int, record: Record | None = None) -> bytes:
+        """The `GenerateComplete` response: everything that was taken of the sequence, and why it ended."""
+        completed, prompt_tokens = self._completed, self._prompt_tokens
+        ids: bytes | bytearray | None = self._ids
+        if ids is None:
+            assert record is not None
+            ids = pack(record.token_ids[:completed])
         body = _FINISH[finish_reason]
         if ids:
             body = b"\x0a" + VARINTS[len(ids)] + bytes(ids) + body

@@ -8,9 +8,8 @@ import msgspec
 from gateway.core.errors import Reason
 from gateway.core.request import Request, Sequence
 from gateway.edges.grpc_context import Outlet
-from gateway.edges.grpc_engine.encode import ONE_TOKEN, Layout, SequenceEncoder
+from gateway.edges.grpc_engine.encode import Layout, SequenceEncoder
 from gateway.edges.grpc_writer import StreamWriter
-from gateway.edges.varint import VARINTS
 from gateway.types import Sampling
 
 
@@ -44,7 +43,7 @@ class EngineWriter(StreamWriter):
     def encode(self, sequence: Sequence) -> Iterable[bytes]:
         """New tokens as a chunk; at the finish also the sequence's complete."""
         token_ids, logprobs = sequence.take()
-        encoder = self._encoder_of(sequence.index)
+        encoder = self._encoder_of(sequence)
         messages: list[bytes] = []
         if token_ids:
             if self._is_stream:
@@ -52,50 +51,66 @@ class EngineWriter(StreamWriter):
             else:
                 encoder.add(token_ids, logprobs)
         if sequence.finish:
-            messages.append(encoder.complete(sequence.finish, sequence.cached_tokens))
+            messages.append(encoder.complete(sequence.finish, sequence.cached_tokens, sequence.record))
         return messages
+
+    def flush(self, sequence: Sequence) -> None:
+        """The sequence has tokens or a finish to send. What follows may take the short cut."""
+        super().flush(sequence)
+        call = self._call
+        if call is not None and call.is_ready and self._is_stream and not sequence.finish and not self.pending:
+            lane = self._encoder_of(sequence)
+            if lane.writer is None:
+                lane.writer = self
+                self._lanes = (*self._lanes, lane)
+                sequence.sink = lane
+            lane.stream = call.stream
 
     def send(self, sequence: Sequence, outlet: Outlet) -> None:
         """The same, pushed."""
         token_ids, logprobs = sequence.take()
         encoder = self._encoder
         if encoder is None or sequence.index:
-            encoder = self._encoder_of(sequence.index)
+            encoder = self._encoder_of(sequence)
         cached_tokens = sequence.cached_tokens
         if not token_ids:
             pass
         elif not self._is_stream:
             encoder.add(token_ids, logprobs)
-        elif logprobs is None and len(token_ids) == 1 and cached_tokens == encoder.cached_tokens:
-            token_id = token_ids[0]
-            encoder.ids += VARINTS[token_id]
-            encoder.completed = completed = encoder.completed + 1
-            body = ONE_TOKEN[token_id] + encoder.chunk_middle + VARINTS[completed] + encoder.chunk_end
-            outlet.push(encoder.chunk_tag + VARINTS[len(body)] + body)
         else:
             outlet.push(encoder.chunk(token_ids, logprobs, cached_tokens))
         if sequence.finish:
-            outlet.push(encoder.complete(sequence.finish, cached_tokens))
+            outlet.push(encoder.complete(sequence.finish, sequence.cached_tokens, sequence.record))
 
     def farewell(self, request: Request) -> Iterable[bytes] | None:
         """After an Abort call, a complete of reason "abort" with what it has for each unfinished sequence."""
         if request.error is None or request.error.reason is not Reason.ABORTED:
             return None
         return [
-            self._encoder_of(sequence.index).complete("abort", sequence.cached_tokens)
+            self._encoder_of(sequence).complete("abort", sequence.cached_tokens, sequence.record)
             for sequence in request.sequences
             if not sequence.finish
         ]
 
-    def _encoder_of(self, index: int) -> SequenceEncoder:
+    def _encoder_of(self, sequence: Sequence) -> SequenceEncoder:
+        index = sequence.index
         if not index:
             if self._encoder is None:
-                self._encoder = SequenceEncoder(self._layout, self._request_id, 0, self._prompt_tokens)
+                self._encoder = self._new_encoder(sequence)
             return self._encoder
         if self._encoders is None:
             self._encoders = {}
         encoder = self._encoders.get(index)
         if encoder is None:
-            encoder = SequenceEncoder(self._layout, self._request_id, index, self._prompt_tokens)
-            self._encoders[index] = encoder
+            encoder = self._encoders[index] = self._new_encoder(sequence)
         return encoder
+
+    def _new_encoder(self, sequence: Sequence) -> SequenceEncoder:
+        record = sequence.record
+        return SequenceEncoder(
+            self._layout,
+            self._request_id,
+            sequence.index,
+            self._prompt_tokens,
+            has_record=record is not None and record.is_lasting,
+        )

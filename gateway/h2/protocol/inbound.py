@@ -5,7 +5,7 @@ from gateway.h2.protocol.errors import ErrorCode, Http2ConnectionError, Http2Str
 from gateway.h2.protocol.events import DataReceived, Event, RequestEnded, RequestStarted, StreamReset
 from gateway.h2.protocol.header_blocks import Field, HeaderDecoder, HeaderListTooLargeError, OpenBlock
 from gateway.h2.protocol.heads import HeadMemo, MalformedRequestError, RequestHead, check_trailers, read_head
-from gateway.h2.protocol.limits import Budgets, Limits
+from gateway.h2.protocol.limits import UPDATES_PER_FRAME, Budgets, Limits
 from gateway.h2.protocol.outbound import Outbound
 from gateway.h2.protocol.reader import without_padding, without_priority
 from gateway.h2.protocol.settings import MAX_WINDOW_BYTES
@@ -209,7 +209,7 @@ class Inbound:
 
     def _on_request(self, block: OpenBlock) -> None:
         number = self.last_stream_id = block.number
-        self._budgets.has_asked()
+        self._budgets.updates += UPDATES_PER_FRAME
         head, timeout = self._read_head(block)
         if self.is_final or len(self.streams) >= self._limits.max_streams:
             raise self._refusal(block, ErrorCode.REFUSED_STREAM, "too many streams, or the connection closes")

@@ -12,7 +12,8 @@ import msgspec
 
 from gateway.h2.protocol.errors import ErrorCode, Http2ConnectionError
 
-_UPDATES_PER_FRAME = 4
+UPDATES_PER_FRAME = 4
+"""For each frame of ours, and each request, so many window updates."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +75,14 @@ class Budget:
 class Budgets:
     """What one connection may spend. Every method raises `Http2ConnectionError` when it is used up."""
 
-    __slots__ = ("_burst", "_chores", "_pings", "_resets", "_updates")
+    __slots__ = ("_burst", "_chores", "_pings", "_resets", "updates")
 
     def __init__(self, limits: Limits) -> None:
         self._chores = Budget(limits.chores_burst, limits.chores_per_s)
         self._resets = Budget(limits.resets_burst, limits.resets_per_s)
-        self._burst = self._updates = limits.window_updates_burst
+        self._burst = limits.window_updates_burst
+        # What may be spent on window updates, before it is cut to the burst.
+        self.updates = self._burst
         self._pings = PingPolicy(limits.min_client_ping_s)
 
     def chore(self, now: float) -> None:
@@ -100,8 +103,8 @@ class Budgets:
 
     def window_update(self) -> None:
         """They answer frames of ours or come with requests: a client may send a few for each of them, and some more."""
-        self._updates -= 1
-        if self._updates < 0:
+        self.updates = min(self._burst, self.updates) - 1
+        if self.updates < 0:
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many window updates")
 
     def has_sent(self, frames: int) -> None:
@@ -109,11 +112,7 @@ class Budgets:
         pings = self._pings
         pings.strikes = 0
         pings.last_at = None
-        self._updates = min(self._burst, self._updates + frames * _UPDATES_PER_FRAME)
-
-    def has_asked(self) -> None:
-        """A request came in."""
-        self._updates = min(self._burst, self._updates + _UPDATES_PER_FRAME)
+        self.updates += frames * UPDATES_PER_FRAME
 
 
 class PingPolicy:

@@ -3,13 +3,19 @@
 Streams whose body waits for the connection's window, or for its transport, take turns, one frame each.
 """
 
+from collections.abc import Callable
+
 from gateway.h2.protocol import frames
 from gateway.h2.protocol.errors import ErrorCode, Http2ConnectionError
 from gateway.h2.protocol.frames import DATA, HEADERS_HEADS, MAX_FRAME_BYTES
 from gateway.h2.protocol.header_blocks import first_block
 from gateway.h2.protocol.limits import Budgets, Limits
 from gateway.h2.protocol.settings import DEFAULT_WINDOW_BYTES, MAX_WINDOW_BYTES, PeerSettings
-from gateway.h2.protocol.streams import Stream
+from gateway.h2.protocol.streams import MAX_PUSH_BYTES, Stream
+
+
+def nobody() -> None:
+    """Whoever pushes messages writes them out as well."""
 
 
 class Outbound:
@@ -17,6 +23,10 @@ class Outbound:
 
     def __init__(self, limits: Limits, budgets: Budgets) -> None:
         self.parts: list[bytes] = []
+        # Larger messages don't go by `Stream.push`.
+        self.max_push_bytes = MAX_PUSH_BYTES
+        # Called with the first message that a stream pushes when nothing else is to be written.
+        self.wake: Callable[[], None] = nobody
         self.send_window = DEFAULT_WINDOW_BYTES
         self.is_paused = False
         self.peer = PeerSettings()

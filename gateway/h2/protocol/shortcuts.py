@@ -12,7 +12,7 @@ from gateway.h2.protocol.events import DataReceived, RequestEnded, RequestStarte
 from gateway.h2.protocol.frames import END_HEADERS, END_STREAM
 from gateway.h2.protocol.heads import HeadMemo
 from gateway.h2.protocol.inbound import Inbound
-from gateway.h2.protocol.limits import Budgets, Limits
+from gateway.h2.protocol.limits import UPDATES_PER_FRAME, Budgets, Limits
 from gateway.h2.protocol.outbound import Outbound
 from gateway.h2.protocol.settings import MAX_WINDOW_BYTES
 from gateway.h2.protocol.streams import Stream
@@ -61,7 +61,7 @@ class Shortcuts:
             return False
         head, timeout = known
         inbound.last_stream_id = number
-        self._budgets.has_asked()
+        self._budgets.updates += UPDATES_PER_FRAME
         out = self._out
         stream = streams[number] = Stream(number, out, out.peer.initial_window_bytes, limits.stream_window_bytes)
         stream.expected_bytes = head.content_length
@@ -83,7 +83,9 @@ class Shortcuts:
             or size > stream.receive_left
         ):
             return False
-        inbound.give_back(size)
+        inbound.credit = credit = inbound.credit + size
+        if credit * 2 >= self._limits.connection_window_bytes:
+            inbound.give_back(0)
         stream.receive_left -= size
         stream.received_bytes += size
         if flags:

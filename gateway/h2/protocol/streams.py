@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 PREFIX_BYTES = 5
 """Before every gRPC message: a flag and its length."""
-_MAX_PUSH_BYTES = MAX_FRAME_BYTES - PREFIX_BYTES
+MAX_PUSH_BYTES = MAX_FRAME_BYTES - PREFIX_BYTES
+"""A larger message takes more than one frame."""
 
 
 class _Prefixes(dict[int, bytes]):
@@ -20,31 +21,31 @@ class _Prefixes(dict[int, bytes]):
         return prefix
 
 
-# Bounded: sizes are at most `_MAX_PUSH_BYTES`.
+# Bounded: sizes are at most `MAX_PUSH_BYTES`.
 _prefixes = _Prefixes()
 
 
-class Stream:
+class _Sending:
+    """What a message touches, in one place: the slots of a base class come first."""
+
+    __slots__ = ("backlog", "has_ended", "has_headers", "head", "head_length", "id", "out", "send_window")
+
+
+class Stream(_Sending):
     """A request and its response. Dropped from the connection when both sides have ended or either has reset it.
 
     `owner` is the upper layer's; it is set to None when the stream is closed, as the owner holds the stream.
     """
 
     __slots__ = (
-        "backlog",
         "expected_bytes",
-        "has_ended",
-        "has_headers",
         "has_peer_ended",
-        "id",
         "is_closed",
         "number",
-        "out",
         "owner",
         "receive_credit",
         "receive_left",
         "received_bytes",
-        "send_window",
         "trailers",
         "unread_since",
     )
@@ -52,6 +53,9 @@ class Stream:
     def __init__(self, number: int, out: "Outbound", send_window: int, window_bytes: int) -> None:
         self.number = number
         self.id = number.to_bytes(4)
+        # The frame's head and gRPC's prefix as they were last sent, for as many bytes: most messages are like the last one.
+        self.head = b""
+        self.head_length = 0
         self.out = out
         self.send_window = send_window
         # What the client may still send, and what of that which it has sent is done with.
@@ -74,18 +78,26 @@ class Stream:
     def push(self, message: bytes) -> bool:
         """Send one gRPC message as one DATA frame, when the windows allow that. False: nothing was sent.
 
-        The hot path: everything else goes by `Outbound.send_data`.
+        The hot path: everything else goes by `Outbound.send_data`. Whoever writes for the connection learns of it.
         """
         size = len(message)
-        if size > _MAX_PUSH_BYTES:
+        out = self.out
+        if size > out.max_push_bytes:
             return False
         length = size + PREFIX_BYTES
-        out = self.out
         if length > self.send_window or length > out.send_window or self.backlog or out.is_paused:
             return False
         if self.has_ended or not self.has_headers:
             return False
         self.send_window -= length
         out.send_window -= length
-        out.parts += (DATA_HEADS[length], self.id, _prefixes[size], message)
+        parts = out.parts
+        if not parts:
+            out.wake()
+        if length == self.head_length:
+            head = self.head
+        else:
+            head = self.head = DATA_HEADS[length] + self.id + _prefixes[size]
+            self.head_length = length
+        parts += (head, message)
         return True

@@ -182,10 +182,23 @@ class Call:
         if not stream.has_headers:
             connection.http.send_headers(stream, status.HEAD)
         if not stream.push(message):
+            if len(message) > connection.max_message_bytes:
+                self.fail(
+                    RpcError(
+                        Code.RESOURCE_EXHAUSTED,
+                        f"the response has {len(message)} bytes, which is more than allowed",
+                    )
+                )
+                return
             connection.http.send_data(stream, prefixed(message))
             self.is_ready = not stream.backlog
         if not connection.is_scheduled:
             connection.write_soon()
+
+    @property
+    def stream(self) -> Stream:
+        """Takes messages by itself after the first one; those that it refuses are for `push`."""
+        return self._stream
 
     def finish(self, code: int, details: str = "", trailing_block: bytes = b"") -> None:
         """End the call with a status, and encoded metadata. A call that has ended is left alone."""

@@ -14,11 +14,13 @@ from gateway.h2.protocol.events import (
     StreamDrained,
     StreamReset,
 )
+from gateway.h2.protocol.outbound import nobody
 from gateway.h2.rpc import status
 from gateway.h2.rpc.heads import read_call, read_timeout
 from gateway.h2.rpc.messages import only_message
 from gateway.h2.rpc.status import Code, RpcError
 from gateway.h2.server.call import Call
+from gateway.h2.server.handlers import unimplemented
 from gateway.h2.server.late_end import LateEnd
 from gateway.h2.server.servicer_call import ServicerCall
 
@@ -39,6 +41,9 @@ class ServerConnection(asyncio.Protocol):
         self.deadlines = shared.deadlines
         self.tasks = shared.tasks
         self.http = Connection(shared.limits, shared.loop.time(), shared.head_memo)
+        out = self.http.out
+        out.wake = self.write_soon
+        out.max_push_bytes = min(out.max_push_bytes, shared.max_message_bytes)
         self.peer = "unknown"
         self.is_scheduled = False
         # What handlers have written since the transport was last given something.
@@ -57,6 +62,7 @@ class ServerConnection(asyncio.Protocol):
         """The connection is there, its TLS handshake done."""
         # Not every loop's transports are asyncio's by class.
         self._transport = transport = cast("asyncio.Transport", transport)
+        self._shared.joining.discard(self)
         self.peer = _peer(transport.get_extra_info("peername"))
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
@@ -83,6 +89,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport = None
         self._process(self.http.close("the connection is lost"))
         self._shared.connections.discard(self)
+        self.http.out.wake = nobody  # which was this object's, that holds it
 
     # What calls use.
 
@@ -171,7 +178,10 @@ class ServerConnection(asyncio.Protocol):
                 head = event.head.read = read_call(event.head)
             timeout = event.timeout
             deadline_at = None if timeout is None else self.loop.time() + read_timeout(timeout)
-            handler = self._shared.handlers.find(head)
+            handlers = self._shared.handlers
+            handler = handlers.find(head) if handlers.only is None else handlers.only(head)
+            if handler is None:
+                raise unimplemented()
         except RpcError as error:
             self._refuse(event, error)
             return

@@ -6,7 +6,7 @@ streams of tokens has no thread pool to run them in.
 
 import asyncio
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -27,14 +27,22 @@ class Handlers:
     def __init__(self) -> None:
         self._generic: list[Any] = []
         self._registered: dict[str, Any] = {}
+        # The one that is asked for every call, where there is no other.
+        self.only: Callable[[CallHead], Any] | None = None
 
     def add_generic(self, handlers: Iterable[Any]) -> None:
         """Handlers that are asked for each call; the first that knows the method gets it."""
         self._generic += handlers
+        self._look_for_only()
 
     def add_registered(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Handlers by method name."""
         self._registered |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
+        self._look_for_only()
+
+    def _look_for_only(self) -> None:
+        is_alone = len(self._generic) == 1 and not self._registered
+        self.only = self._generic[0].service if is_alone else None
 
     def find(self, head: CallHead) -> Any:
         """The handler of a call. Raises `RpcError` UNIMPLEMENTED."""
@@ -45,7 +53,12 @@ class Handlers:
             handler = generic.service(head)
             if handler is not None:
                 return handler
-        raise RpcError(Code.UNIMPLEMENTED, "Method not found!")
+        raise unimplemented()
+
+
+def unimplemented() -> RpcError:
+    """Nobody has the method."""
+    return RpcError(Code.UNIMPLEMENTED, "Method not found!")
 
 
 async def run(handler: Any, call: "ServicerCall") -> None:

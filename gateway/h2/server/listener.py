@@ -14,7 +14,8 @@ _RETRY_S = 1.0
 """Pause after a failure to accept: mostly the process has no file descriptor left."""
 
 ContextSource = Callable[[], ssl.SSLContext]
-ProtocolFactory = Callable[[], asyncio.Protocol]
+Admit = Callable[[], asyncio.Protocol | None]
+Forget = Callable[[asyncio.Protocol], None]
 
 
 _shared_ports: set[int] = set()
@@ -60,22 +61,24 @@ class Listener:
         self._socket = listening
         self._context = context
         self._handshake_timeout_s = handshake_timeout_s
-        self._make_protocol: ProtocolFactory | None = None
-        self._has_room: Callable[[int], bool] = lambda _: True
+        self._admit: Admit | None = None
+        self._forget: Forget | None = None
         # Connections that are not open yet: TLS takes some time, and the client may take more.
-        self._joining: dict[asyncio.Task[None], socket.socket] = {}
+        self._joining: dict[asyncio.Task[None], tuple[socket.socket, asyncio.Protocol]] = {}
         self._is_accepting = False
 
-    def start(self, make_protocol: ProtocolFactory, has_room: Callable[[int], bool]) -> None:
-        """Begin to accept. `has_room` is asked with the number of those that are not open yet; others are closed at once."""
-        self._make_protocol = make_protocol
-        self._has_room = has_room
+    def start(self, admit: Admit, forget: Forget) -> None:
+        """Begin to accept. `admit` gives the protocol of each connection, None if there is no room: it is closed at once.
+
+        `forget` is told when there is nothing left to wait for: the connection is open, or it never will be.
+        """
+        self._admit, self._forget = admit, forget
         self._resume()
 
     async def close(self) -> None:
         """Accept no more; handshakes that are under way are broken off."""
         self._pause()
-        self._make_protocol = None
+        self._admit = None
         tasks = list(self._joining)
         for task in tasks:
             task.cancel()
@@ -83,7 +86,7 @@ class Listener:
         self._socket.close()
 
     def _resume(self) -> None:
-        if not self._is_accepting and self._make_protocol is not None:
+        if not self._is_accepting and self._admit is not None:
             self._is_accepting = True
             asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
@@ -102,30 +105,30 @@ class Listener:
             self._pause()
             asyncio.get_running_loop().call_later(_RETRY_S, self._resume)
             return
-        if not self._has_room(len(self._joining)):
+        protocol = None if self._admit is None else self._admit()
+        if protocol is None:
             accepted.close()
             return
         accepted.setblocking(False)
         with contextlib.suppress(OSError):
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        task = asyncio.get_running_loop().create_task(self._join(accepted))
-        self._joining[task] = accepted
+        task = asyncio.get_running_loop().create_task(self._join(accepted, protocol))
+        self._joining[task] = accepted, protocol
         task.add_done_callback(self._joined)
 
     def _joined(self, task: "asyncio.Task[None]") -> None:
-        accepted = self._joining.pop(task)
+        accepted, protocol = self._joining.pop(task)
+        if self._forget is not None:
+            self._forget(protocol)
         if task.cancelled():
             accepted.close()
 
-    async def _join(self, accepted: socket.socket) -> None:
-        assert self._make_protocol is not None
+    async def _join(self, accepted: socket.socket, protocol: asyncio.Protocol) -> None:
         context = None if self._context is None else self._context()
         timeout_s = None if context is None else self._handshake_timeout_s
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(
-                self._make_protocol, accepted, ssl=context, ssl_handshake_timeout=timeout_s
-            )
+            await loop.connect_accepted_socket(lambda: protocol, accepted, ssl=context, ssl_handshake_timeout=timeout_s)
         except OSError as error:
             # Garbage instead of a handshake, a certificate that does not do, a client that left: all the same here.
             _log.debug("handshake_failed", error=str(error))

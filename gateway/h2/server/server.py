@@ -46,8 +46,18 @@ class Shared:
         self.deadlines = Deadlines()
         self.writes = Writes(loop)
         self.connections: set[ServerConnection] = set()
+        # Accepted, but not open yet.
+        self.joining: set[asyncio.BaseProtocol] = set()
         self.head_memo = HeadMemo()
         self.tasks: set[asyncio.Task[None]] = set()
+
+    def admit(self) -> ServerConnection | None:
+        """The protocol of a connection that was accepted; None when there are enough."""
+        if len(self.connections) + len(self.joining) >= self.limits.max_connections:
+            return None
+        connection = ServerConnection(self)
+        self.joining.add(connection)
+        return connection
 
 
 class Server:
@@ -96,10 +106,7 @@ class Server:
         shared = self._shared = Shared(loop, limits, self._max_message_bytes, self._handlers, self._faults)
         for listening, context in self._bound:
             listener = Listener(listening, context, self._limits.handshake_timeout_s)
-            listener.start(
-                lambda: ServerConnection(shared),
-                lambda joining: len(shared.connections) + joining < limits.max_connections,
-            )
+            listener.start(shared.admit, shared.joining.discard)
             self._listeners.append(listener)
         self._tick = loop.call_later(INTERVAL_S, self._on_tick, shared)
 

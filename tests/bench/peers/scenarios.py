@@ -68,7 +68,7 @@ _DIRECT = (
     Scenario(name="short1k", unit="us_per_request", tokens=1, streams=8, prompt_tokens=1000),
     _paced("paced64", 8, 8),
     _paced("paced1024", 8, 128),
-    _paced("paced4096", 8, 512, ramp_s=3.0, warm_s=4.5),
+    _paced("paced4096", 8, 512, step_ms=40.0, ramp_s=2.56, warm_s=4.5),
     _paced("slow", 8, 30, slow=16),
     _paced("conns1", 1, 256),
     _paced("conns256", 256, 1),

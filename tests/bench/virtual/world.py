@@ -64,9 +64,9 @@ def configured(engine: EngineModel, **settings: Any) -> Config:
 
 
 @lru_cache(maxsize=8192)
-def _prompt(tokens: int) -> bytes:
+def _prompt(tokens: int) -> tuple[int, ...]:
     """Token ids that nobody reads."""
-    return bytes(tokens)
+    return (0,) * tokens
 
 
 @lru_cache(maxsize=8192)
