@@ -26,6 +26,8 @@ class Family(NamedTuple):
     load_semantics: LoadSemantics
     counts_completion_tokens: bool
     """Whether batches carry cumulative completion counts, so that lost tokens are detectable."""
+    refuses_by_abort: bool
+    """Whether a request that the engine can't serve ends with `abort`; else that only says that the rank gave it up."""
     has_logprob_alternatives: bool
     """Whether a token's log probability can come with those of other tokens."""
     max_temperature: float
@@ -37,6 +39,7 @@ FAMILIES: dict[Protocol, Family] = {
     "tokenspeed": Family(
         "resident",
         counts_completion_tokens=True,
+        refuses_by_abort=True,
         has_logprob_alternatives=False,
         max_temperature=100.0,
         max_repetition_penalty=2.0,
@@ -44,6 +47,7 @@ FAMILIES: dict[Protocol, Family] = {
     "vllm": Family(
         "disjoint",
         counts_completion_tokens=False,
+        refuses_by_abort=False,
         has_logprob_alternatives=True,
         max_temperature=2.0,
         max_repetition_penalty=100.0,

@@ -81,9 +81,7 @@ class Attempts:
         """Decide at once for what is left of a sequence; nothing is recorded or charged."""
         request = sequence.request
         arrived, done = request.arrived, sequence.completion_tokens
-        if not done:
-            return self.choose(arrived, request.prefill_us, now)
-        return self._policy.decide(
+        decision = self._policy.decide(
             now,
             prompt_tokens=len(arrived.prompt_token_ids) + done,
             max_tokens=arrived.sampling.max_tokens - done,
@@ -91,7 +89,11 @@ class Attempts:
             pinned_rank=arrived.pinned_rank,
             label=arrived.request_id,
             prefill_ms=request.prefill_us / 1e3,
+            tried_rank=sequence.attempt.rank if sequence.attempt is not None else None,
         )
+        if not done and self._predictor.has_model:
+            decision.predicted_ms = request.prefill_us / 1e3
+        return decision
 
     def record(self, decision: Decision) -> None:
         """Give the decision its number and count it."""

@@ -102,7 +102,7 @@ class Counters:
         self.wave_starts = 0
         self.deadlines_expired = 0
         # By the filter that was given up; only soft filters can be.
-        self.relaxed_filters = {"kv_usage": 0, "kv_fit": 0}
+        self.relaxed_filters = {"kv_usage": 0, "tried": 0, "kv_fit": 0}
         self.releases = dict.fromkeys(Evidence, 0)
         self.dispatch_reasons = dict.fromkeys(DISPATCH_REASONS, 0)
         # By number of sequences, up to `scheduling.batch.max_requests`.

@@ -2,7 +2,7 @@
 
 Hard filters: the rank's state, a blocked send queue, its in-flight limit, its group's budget, the model's
 context, the KV capacity, and (by default) the free KV tokens. Soft filters are relaxed, weakest first, when no
-rank passes: `kv_usage`, then `kv_fit` where it is configured as soft. A rank with nothing in flight
+rank passes: `kv_usage`, `tried` (the rank of the attempt before), then `kv_fit` where it is configured as soft. A rank with nothing in flight
 has its whole KV capacity free, whatever its last snapshot said.
 
 That no rank can ever take a request is said only if no rank that is configured could, those included that are away: they
@@ -21,6 +21,7 @@ from gateway.core.ranks import RankState, RankTable
 REASONS = (
     "eligible",
     "kv_usage",
+    "tried",
     "kv_fit",
     "full",
     "group_full",
@@ -38,8 +39,8 @@ REASONS = (
 )
 """Stable strings, weakest first. A rank that fails several filters shows the strongest."""
 
-ELIGIBLE, KV_USAGE, KV_FIT, FULL, GROUP_FULL, BLOCKED, KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH = range(9)
-SUSPECT, EJECTED, DRAINING, JOINING, LOST, ABSENT, NOT_PINNED = range(9, len(REASONS))
+ELIGIBLE, KV_USAGE, TRIED, KV_FIT, FULL, GROUP_FULL, BLOCKED, KV_CAPACITY, GROUP_BUDGET, CONTEXT_LENGTH = range(10)
+SUSPECT, EJECTED, DRAINING, JOINING, LOST, ABSENT, NOT_PINNED = range(10, len(REASONS))
 _UNDECIDED = len(REASONS)
 _UNDECIDED_IF_0 = bytes([_UNDECIDED, ELIGIBLE]) + bytes(254)
 _IS_ELIGIBLE = bytes([1]) + bytes(255)
@@ -76,7 +77,7 @@ class Eligibility:
         self._table = table
         self._ranks = list(range(table.size))
         self._checks_fit = settings.kv_fit != "off"
-        self._soft = (KV_USAGE, KV_FIT) if settings.kv_fit == "soft" else (KV_USAGE,)
+        self._soft = (KV_USAGE, TRIED, KV_FIT) if settings.kv_fit == "soft" else (KV_USAGE, TRIED)
         # Most configurations have no budgets, and then nothing looks at groups.
         self._budgets = [(group, budget) for group, budget in enumerate(table.budgets) if budget != GroupBudget()]
         self.has_budgets = bool(self._budgets)
@@ -94,8 +95,8 @@ class Eligibility:
             return False
         return not self._budgets or not self._closed_groups(prompt_tokens, max_tokens)
 
-    def screen(self, prompt_tokens: int, max_tokens: int) -> Screened:
-        """Every rank through every filter."""
+    def screen(self, prompt_tokens: int, max_tokens: int, tried: int | None = None) -> Screened:
+        """Every rank through every filter. `tried` is the rank of the sequence's attempt before."""
         table = self._table
         if self._fits_everywhere(prompt_tokens):
             passes = bytearray(table.is_open) if table.open_count < table.size else bytearray(b"\1") * table.size
@@ -122,6 +123,8 @@ class Eligibility:
         while rank >= 0:
             codes[rank] = self._code(rank, prompt_tokens, closed)
             rank = codes.find(_UNDECIDED, rank + 1)
+        if tried is not None and tried < len(codes) and codes[tried] <= TRIED:  # it may be configured no more
+            codes[tried] = TRIED
         if codes == self._last.codes:
             return self._last
         screened = self._settle(bytes(codes), prompt_tokens, max_tokens, None)

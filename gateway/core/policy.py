@@ -87,7 +87,7 @@ class Policy:
         """How many decisions had no usable cost at all and went to the least in-flight."""
         return self._state.all_non_finite
 
-    def decide(
+    def decide(  # noqa: PLR0913 - one request's values
         self,
         now: float,
         prompt_tokens: int,
@@ -97,15 +97,21 @@ class Policy:
         pinned_rank: int | None = None,
         label: str = "",
         prefill_ms: float = 0.0,
+        *,
+        tried_rank: int | None = None,
     ) -> Decision:
-        """Choose a rank for one sequence; `pinned_rank` is a valid rank number. Never raises for a full table."""
+        """Choose a rank for one sequence; `pinned_rank` is a valid rank number. Never raises for a full table.
+
+        `tried_rank`, that of an attempt which failed, is chosen again only if there is no other.
+        """
         new = prompt_tokens - cached_tokens
         request = (now, prompt_tokens, cached_tokens, new if new > 0 else 1, max_tokens, priority, prefill_ms)
         if pinned_rank is None:
-            decision = self.decide_among_all(request, label)
-            if decision is not None:
-                return decision
-            screened = self._eligibility.screen(prompt_tokens, max_tokens)
+            if tried_rank is None:
+                decision = self.decide_among_all(request, label)
+                if decision is not None:
+                    return decision
+            screened = self._eligibility.screen(prompt_tokens, max_tokens, tried_rank)
             pick: Pick | _NoPick = self._picker.pick(request, screened.eligible) if screened.eligible else _NO_PICK
         else:
             screened = self._eligibility.screen_pinned(prompt_tokens, max_tokens, pinned_rank)
@@ -162,12 +168,13 @@ class Policy:
         gate: bytes,
         kv_fits: KvFits | None,
         hold_ratio: float,
+        tried_rank: int | None = None,
     ) -> Decision | Held | None:
         """Late binding: as `decide`, but only a rank whose gate is open (0) and that `kv_fits` (None: all) may be chosen.
 
         The filters do not know of gates: with no eligible rank the result is a refusal as in `decide`, and a rank that
         a soft filter shuns stays out while there is another eligible one, passing or not. None: no eligible rank
-        passes now. `Held` (if `hold_ratio` > 0 and the picker has costs): an eligible rank that does not pass costs
+        passes now. A rank that was tried before is passed over if another one passes. `Held` (if `hold_ratio` > 0 and the picker has costs): an eligible rank that does not pass costs
         less than `hold_ratio` times the best that does. Only a `Decision` leaves a trace.
         """
         new = prompt_tokens - cached_tokens
@@ -185,6 +192,8 @@ class Policy:
             passing = [rank for rank in ranks if not gate[rank] and (kv_fits is None or kv_fits(rank, prompt_tokens))]
         if not passing:
             return None
+        if tried_rank in passing and len(passing) > 1:
+            passing.remove(tried_rank)
         if pinned_rank is not None:
             pick = self._pinned(request, pinned_rank)
         elif len(passing) == len(ranks):

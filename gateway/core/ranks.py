@@ -163,6 +163,7 @@ class RankTable:
         self.engine_index: list[int] = []
         self.is_resident: list[bool] = []
         self.counts_tokens: list[bool] = []
+        self.refuses_by_abort: list[bool] = []
         for number, group in enumerate(config.groups):
             family = FAMILIES[group.protocol]
             semantics = group.load_semantics or family.load_semantics
@@ -172,6 +173,7 @@ class RankTable:
                 self.engine_index.append(group.start_index + index)
                 self.is_resident.append(semantics == "resident")
                 self.counts_tokens.append(family.counts_completion_tokens)
+                self.refuses_by_abort.append(family.refuses_by_abort)
 
     def refresh(self, rank: int) -> None:
         """Recompute the derived columns of one rank; called after every change to it, several times per request."""

@@ -92,7 +92,7 @@ class Router(Readings):
         patience = Patience(parts, parts.dispatcher) if parts.dispatcher is not None else None
         self._endings = Endings(parts, self._acceptance, patience)
         self._pump = Pump(parts, patience, self._endings) if patience is not None else None
-        recovery = Recovery(config, parts, self._endings)
+        recovery = self._recovery = Recovery(config, parts, self._endings)
         self._strays = Strays(nonce, config.load.abort_settle_s)
         self._intake = BatchIntake(
             self.ranks,
@@ -266,7 +266,10 @@ class Router(Readings):
     def _fail(self, attempt: Attempt, finish: FinishReason, now: float, effects: list[Effect]) -> None:
         """The engine ended an attempt, and not with success."""
         self._attempts.release(attempt, _ENGINE, now)
-        request = attempt.sequence.request
+        request, rank, error = attempt.sequence.request, attempt.rank, refused_by_engine(attempt, finish)
         if finish == "error":
-            self._health.failed(attempt.rank, "engine error", now, effects, request.handle)
-        self._endings.settle(request, refused_by_engine(attempt, finish), Evidence.GATEWAY, now, effects)
+            self._health.failed(rank, "engine error", now, effects, request.handle)
+        elif not self.ranks.refuses_by_abort[rank]:
+            self._recovery.lost(attempt, error, now, effects)
+            return
+        self._endings.settle(request, error, Evidence.GATEWAY, now, effects)

@@ -132,7 +132,8 @@ class Search:
         return bytes([state or (GATE_KV if busy[rank] else 0) for rank, state in enumerate(states)])
 
     def _decide(self, entry: Entry, now: float, gate: bytes, hold_ratio: float) -> Decision | Held | None:
-        arrived = entry.sequence.request.arrived
+        sequence = entry.sequence
+        arrived = sequence.request.arrived
         return self._policy.decide_gated(
             now,
             prompt_tokens=entry.prompt_tokens,
@@ -144,6 +145,7 @@ class Search:
             gate=gate,
             kv_fits=None if self._gate.kv_fits_everywhere(entry.prompt_tokens) else self._gate.kv_fits,
             hold_ratio=hold_ratio,
+            tried_rank=sequence.attempt.rank if sequence.attempt is not None else None,
         )
 
 

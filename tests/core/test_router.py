@@ -477,7 +477,7 @@ def test_filters_that_were_given_up_are_counted_by_name():
     bench = Bench(1, filters={"kv_fit": "soft"}, info=make_info(kv_capacity_tokens=100))
     bench.request([1] * 60)
     bench.request([1] * 60)
-    assert bench.router.counters.relaxed_filters == {"kv_usage": 0, "kv_fit": 1}
+    assert bench.router.counters.relaxed_filters == {"kv_usage": 0, "tried": 0, "kv_fit": 1}
 
 
 def test_decisions_without_any_cost_are_counted_and_looking_is_not():

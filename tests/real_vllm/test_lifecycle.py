@@ -57,6 +57,18 @@ async def test_a_rank_that_ends_in_order_gives_its_requests_up(site, client, wai
     await waited(lambda: site.states()[0] == "LOST", "the loss")
 
 
+async def test_what_a_rank_gives_up_goes_on_at_the_other_one(site, client, direct):
+    wanted = await asyncio.to_thread(direct.generate, PROMPT, LONG, _eos_token_id=EOS)
+    generation = await started(client, greedy(PROMPT, LONG))
+    ranks = (await client.ListRanks(gateway_pb2.ListRanksRequest())).ranks
+    (ending,) = [number for number, rank in enumerate(ranks) if rank.in_flight]
+    site.processes[ending].send(signal.SIGTERM)
+    outcome = await generation.done()
+    assert outcome.status is None, outcome.status
+    assert outcome.text == wanted
+    assert (outcome.finish.rank, outcome.finish.attempts) == (1 - ending, 2)
+
+
 async def test_what_cant_be_resumed_ends_with_its_exact_prefix(site, client):
     """Sampled without a seed: another rank would go on with another distribution than the client's."""
     request = make_request(PROMPT, LONG, sampling={"temperature": 1.0}, data_parallel_rank=1)

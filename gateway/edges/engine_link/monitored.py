@@ -20,6 +20,10 @@ SOCKETS_EACH = 3
 _monitor_numbers = itertools.count()
 
 
+def _ignore(_: Change) -> None:
+    pass
+
+
 class MonitoredSocket:
     """Binds in the constructor (raises what `bind` raises, leaving nothing open); handlers run from the loop."""
 
@@ -71,6 +75,7 @@ class MonitoredSocket:
         self.reader.close()
         self._monitor_reader.close()
         self._close_sockets(linger_ms)
+        self._on_change = _ignore  # whose owner has this object
         remove_ipc_path(self.address)
 
     def _open_monitor(self, context: Context) -> Socket:

@@ -46,6 +46,10 @@ def receive(socket: Socket) -> list[zmq.Frame]:
             return frames
 
 
+def _ignore(_: list[zmq.Frame]) -> None:
+    pass
+
+
 class SocketReader:
     """Calls `on_message` for each message, `on_writable` when a send may succeed again.
 
@@ -89,7 +93,7 @@ class SocketReader:
 
     def drain(self, limit: int = MAX_MESSAGES_PER_CALLBACK) -> bool:
         """Handle up to `limit` messages; True when the socket is empty (or closed)."""
-        held = self._held
+        held, on_handled = self._held, self.on_handled
         is_empty = self._read(limit - len(held))
         if held and self.on_read is not None:
             self.on_read()
@@ -97,8 +101,8 @@ class SocketReader:
             while held:
                 self._on_message(held.popleft())
         finally:
-            if self.on_handled is not None:
-                self.on_handled()
+            if on_handled is not None:
+                on_handled()
         return is_empty
 
     def _read(self, limit: int) -> bool:
@@ -129,6 +133,9 @@ class SocketReader:
             return
         self._closed = True
         self._held.clear()
+        # Handlers mostly belong to who owns the reader: no cycle is left to the collector, which comes by once in hours.
+        self._on_message = _ignore
+        self._on_writable = self.on_read = self.on_handled = None
         self._loop.remove_reader(self._fd)
         if self._scheduled is not None:
             self._scheduled.cancel()
