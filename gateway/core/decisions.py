@@ -17,7 +17,10 @@ from gateway.core.gate import GATE_REASONS
 from gateway.core.presets import ResolvedPolicy
 
 GATE_KV = 255
-"""A rank's gate is open, but it has no room for this prompt: the one state that depends on the request."""
+"""A rank's gate is open, but it has no room for this prompt."""
+GATE_TRIED = 254
+"""A rank's gate is open, but the sequence's attempt before failed there, and another rank can take it."""
+_GATE_NAMES = {**dict(enumerate(GATE_REASONS)), GATE_KV: "kv", GATE_TRIED: "tried"}
 
 
 class Decision(msgspec.Struct, gc=False, eq=False):
@@ -29,7 +32,7 @@ class Decision(msgspec.Struct, gc=False, eq=False):
     included. `codes` (None: every rank was eligible) index `REASONS`. `columns` are copies of the
     formula's columns. `id` is 0 until a ring takes the record.
 
-    Where sequences are queued: `gate` holds each rank's gate (an index into `GATE_REASONS`, or `GATE_KV`), `queued_ms`
+    Where sequences are queued: `gate` holds each rank's gate (an index into `GATE_REASONS`, `GATE_KV` or `GATE_TRIED`), `queued_ms`
     the time in the queue, `queue_depth` its length then, `dispatch_reason` why the sequence left it, and `batch` the
     number, size and reason of the batch that it left in. `predicted_ms` and `actual_ms` are of its prefill; the second
     is known once it is over.
@@ -82,7 +85,7 @@ class Decision(msgspec.Struct, gc=False, eq=False):
         """Per rank the state of its gate by name; None where no gate was looked at."""
         if self.gate is None:
             return [None] * self.size
-        return ["kv" if state == GATE_KV else GATE_REASONS[state] for state in self.gate]
+        return [_GATE_NAMES[state] for state in self.gate]
 
     def variables(self) -> list[dict[str, float]]:
         """Per rank the values of the variables that the formula names, as they were at the decision."""

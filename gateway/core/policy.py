@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from gateway.config import schema
 from gateway.core.costing import CostFunction, RequestValues
-from gateway.core.decisions import Decision, with_kv
+from gateway.core.decisions import GATE_TRIED, Decision, with_kv
 from gateway.core.eligibility import Eligibility, Screened
 from gateway.core.pickers import Pick, PickState, make_picker
 from gateway.core.presets import resolve
@@ -174,8 +174,9 @@ class Policy:
 
         The filters do not know of gates: with no eligible rank the result is a refusal as in `decide`, and a rank that
         a soft filter shuns stays out while there is another eligible one, passing or not. None: no eligible rank
-        passes now. A rank that was tried before is passed over if another one passes. `Held` (if `hold_ratio` > 0 and the picker has costs): an eligible rank that does not pass costs
-        less than `hold_ratio` times the best that does. Only a `Decision` leaves a trace.
+        passes now. `Held` (if `hold_ratio` > 0 and the picker has costs): an eligible rank that does not pass costs
+        less than `hold_ratio` times the best that does. A sequence with a `tried_rank` is never held, and passes over
+        that rank if there is another one. Only a `Decision` leaves a trace.
         """
         new = prompt_tokens - cached_tokens
         request = (now, prompt_tokens, cached_tokens, new if new > 0 else 1, max_tokens, priority, prefill_ms)
@@ -192,8 +193,12 @@ class Policy:
             passing = [rank for rank in ranks if not gate[rank] and (kv_fits is None or kv_fits(rank, prompt_tokens))]
         if not passing:
             return None
-        if tried_rank in passing and len(passing) > 1:
-            passing.remove(tried_rank)
+        states = with_kv(gate, ranks, passing)
+        if tried_rank is not None:
+            hold_ratio = 0.0
+            if tried_rank in passing and len(passing) > 1:
+                passing.remove(tried_rank)
+                states = states[:tried_rank] + bytes([GATE_TRIED]) + states[tried_rank + 1 :]
         if pinned_rank is not None:
             pick = self._pinned(request, pinned_rank)
         elif len(passing) == len(ranks):
@@ -203,7 +208,7 @@ class Policy:
             if isinstance(found, Held):
                 return found
             pick = found
-        return self._record(screened, request, pinned_rank, label, pick, with_kv(gate, ranks, passing))
+        return self._record(screened, request, pinned_rank, label, pick, states)
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:

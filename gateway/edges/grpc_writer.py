@@ -184,6 +184,8 @@ class StreamWriter(StreamSink, ABC):
         error = request.error
         if error is not None and not self._say_farewell(call, request):
             self._fail(call, request, error)
+        elif self._call is None:
+            pass  # the farewell was too much for it
         elif not call.is_ready:
             # The client has yet to take the last message: until then it can be ended for standing still.
             self.pending.append(request)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from gateway.config.schema import Policy as PolicySettings
-from gateway.core.decisions import GATE_KV, DecisionRing
+from gateway.core.decisions import GATE_KV, GATE_TRIED, DecisionRing
 from gateway.core.gate import GATE_REASONS
 from gateway.core.ranks import RankState
 from tests.support.policies import charge, make_policy, make_table, report
@@ -155,10 +155,10 @@ def test_without_batches_the_queue_is_rendered_all_the_same():
 
 
 def test_every_state_of_a_gate_has_a_name():
-    states = bytes([*range(len(GATE_REASONS)), GATE_KV])
-    assert structs.replace(queued_decision(), gate=states).gates() == [*GATE_REASONS, "kv"]
-    assert "kv" not in GATE_REASONS
-    assert len(GATE_REASONS) < GATE_KV
+    states = bytes([*range(len(GATE_REASONS)), GATE_TRIED, GATE_KV])
+    assert structs.replace(queued_decision(), gate=states).gates() == [*GATE_REASONS, "tried", "kv"]
+    assert not {"kv", "tried"} & set(GATE_REASONS)
+    assert len(GATE_REASONS) < GATE_TRIED
 
 
 def test_a_prediction_needs_no_queue():

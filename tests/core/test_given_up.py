@@ -90,6 +90,19 @@ def test_a_decision_says_why_the_cheaper_rank_was_left_out():
     bench.finish(busy)
 
 
+def test_in_a_queue_it_is_not_kept_back_for_the_rank_that_gave_it_up():
+    scheduling = {"mode": "queue", "queue": {"hold_ratio": 0.9, "max_hold_s": 1.0}}
+    bench = Bench(2, scheduling=scheduling, failure=ON, policy={"cost": "1 + in_flight", "tie_break": "first"})
+    busy = bench.request(pinned_rank=1)
+    request = bench.request()
+    assert give_up(bench, request) == 0
+    assert (request.sequences[0].entry, request.sequences[0].attempt.rank) == (None, 1)
+    assert bench.router.decisions.latest(1)[0].gates() == ["tried", "open"]
+    bench.finish(request)
+    bench.finish(busy)
+    bench.assert_quiet()
+
+
 def test_an_abort_of_the_other_family_may_be_a_refusal_and_is_final():
     bench = make(protocol="tokenspeed")
     request = bench.request()

@@ -4,12 +4,18 @@ import gc
 import weakref
 
 import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from gateway.core.errors import GatewayError, Reason
+from gateway.core.events import RequestArrived
+from gateway.edges.grpc_engine.encode import VLLM
 from gateway.edges.grpc_engine.vllm import VllmService
+from gateway.edges.grpc_engine.writer import EngineWriter, Wanted
 from gateway.edges.grpc_gate import CallGate
+from gateway.types import Sampling
 from tests.edges.test_grpc_stream import settle
 from tests.support.direct import FakeCall, World
+from tests.support.driver_site import Site
 from tests.support.fake_driver import FakeDriver
 from tests.support.grpc_edge import make_config
 
@@ -164,6 +170,21 @@ async def test_a_farewell_that_is_not_taken_is_a_write_under_way(world):
     assert not writer.writes % 2
 
 
+async def test_a_farewell_that_is_too_large_ends_the_call_and_lets_go_of_the_request(world, monkeypatch):
+    call, request, writer = world.start()
+
+    def push(_):
+        closed = call.on_closed
+        call.finish(8, "too large")
+        closed(False)
+
+    monkeypatch.setattr(call, "push", push)
+    writer.farewell = lambda request: [b"large"]
+    world.driver.end(request, GatewayError(Reason.ABORTED, "aborted"))
+    await settle()
+    assert (call.code, list(writer.pending), request.sequences) == (8, [], [])
+
+
 async def test_an_error_comes_after_what_was_pushed(world):
     call, request, _ = world.start(request_id="r")
     world.driver.tokens(request, [1])
@@ -246,3 +267,27 @@ async def test_a_standard_service_says_farewell_after_an_abort():
         ([], "abort"),
     ]
     assert (call.code, gate.streams, len(gate.watch)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("finish", ["", "stop"])
+async def test_a_farewell_is_also_said_for_an_answer_that_is_complete_and_waits_for_its_turn(finish):
+    site, gate = Site(ordering="preserve"), CallGate(make_config())
+    calls, requests = [], []
+    for request_id in ("first", "waits"):
+        sampling = Sampling(max_tokens=4)
+        sink = EngineWriter("Generate", VLLM, request_id, Wanted(request_id, [5], sampling, 1, None, True))
+        arrived = RequestArrived(
+            client_key="", request_id=request_id, prompt_token_ids=[5], sampling=sampling, sink=sink
+        )
+        requests.append(site.driver.submit(arrived))
+        calls.append(FakeCall())
+        gate.enter(calls[-1].peer(), 1)
+        sink.attach(calls[-1], requests[-1], site.driver, gate, calls[-1].peer())
+    attempt = requests[1].sequences[0].attempt
+    site.batch(attempt.rank, (attempt.wire_id, (7, 8), finish))
+    await settle()
+    site.driver.cancel(requests[1], Reason.ABORTED)
+    await settle()
+    (message,) = calls[1].messages
+    complete = vllm_engine_pb2.GenerateResponse.FromString(message).complete
+    assert (calls[1].code, complete.finish_reason, list(complete.output_ids)) == (0, "abort", [])

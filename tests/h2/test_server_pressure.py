@@ -163,6 +163,10 @@ class TestStop:
             ) as other:
                 assert await other.unary_unary("/t.S/Echo")(b"y") == b"y"
                 assert [each.http.unread_timeout_s for each in site.shared.connections] == [None, None]
+                shaking_hands = site.shared.admit()
+                site.server.set_unread_timeout(2.0)
+                assert shaking_hands.http.unread_timeout_s == 2.0
+                site.shared.joining.discard(shaking_hands)
 
     async def test_a_port_that_is_taken(self):
         async with serving() as site:

@@ -103,6 +103,7 @@ class SequenceEncoder:
         "_ids",
         "_prompt_tokens",
         "_tops",
+        "is_complete",
         "stream",
         "writer",
     )
@@ -124,6 +125,8 @@ class SequenceEncoder:
         # What was sent; None where the sequence's own record has it.
         self._ids: bytearray | None = None if has_record else bytearray()
         self._has_logprobs = False
+        # Whether the final message was made.
+        self.is_complete = False
         self.stream: MessageStream | None = None
         self.writer: StreamWriter | None = None
 
@@ -187,6 +190,7 @@ class SequenceEncoder:
 
     def complete(self, finish_reason: str, cached_tokens: int, record: Record | None = None) -> bytes:
         """The `GenerateComplete` response: everything that was taken of the sequence, and why it ended."""
+        self.is_complete = True
         completed, prompt_tokens = self._completed, self._prompt_tokens
         ids: bytes | bytearray | None = self._ids
         if ids is None:

@@ -83,13 +83,13 @@ class EngineWriter(StreamWriter):
             outlet.push(encoder.complete(sequence.finish, sequence.cached_tokens, sequence.record))
 
     def farewell(self, request: Request) -> Iterable[bytes] | None:
-        """After an Abort call, a complete of reason "abort" with what it has for each unfinished sequence."""
+        """After an Abort call, a complete of reason "abort" with what it was sent for each sequence that lacks one."""
         if request.error is None or request.error.reason is not Reason.ABORTED:
             return None
         return [
-            self._encoder_of(sequence).complete("abort", sequence.cached_tokens, sequence.record)
+            encoder.complete("abort", sequence.cached_tokens, sequence.record)
             for sequence in request.sequences
-            if not sequence.finish
+            if not (encoder := self._encoder_of(sequence)).is_complete
         ]
 
     def _encoder_of(self, sequence: Sequence) -> SequenceEncoder:

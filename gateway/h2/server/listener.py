@@ -5,6 +5,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -15,7 +16,7 @@ _RETRY_S = 1.0
 
 ContextSource = Callable[[], ssl.SSLContext]
 Admit = Callable[[], asyncio.Protocol | None]
-Forget = Callable[[asyncio.Protocol], None]
+Forget = Callable[[Any], None]
 
 
 _shared_ports: set[int] = set()

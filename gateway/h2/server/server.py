@@ -47,7 +47,7 @@ class Shared:
         self.writes = Writes(loop)
         self.connections: set[ServerConnection] = set()
         # Accepted, but not open yet.
-        self.joining: set[asyncio.BaseProtocol] = set()
+        self.joining: set[ServerConnection] = set()
         self.head_memo = HeadMemo()
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -96,7 +96,7 @@ class Server:
         self._limits = replace(self._limits, unread_timeout_s=timeout_s)
         if self._shared is not None:
             self._shared.limits = self._limits
-            for connection in self._shared.connections:
+            for connection in self._shared.connections | self._shared.joining:
                 connection.http.unread_timeout_s = timeout_s
 
     async def start(self) -> None:
