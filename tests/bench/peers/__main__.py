@@ -71,7 +71,12 @@ def main() -> int:
     document = results.document() | {
         "repeats": options.repeats,
         "took_s": time.monotonic() - began,
-        "machine": {"cores": os.cpu_count(), "kernel": platform.release(), "load_at_start": load},
+        "machine": {
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "python": f"{platform.python_version()}, {platform.python_compiler()}",
+            "load_at_start": load,
+        },
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(document, indent=1))

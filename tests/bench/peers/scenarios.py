@@ -60,7 +60,7 @@ def _memory(name: str, tokens: int, tokens_per_row: int) -> Scenario:
 
 _EVERYWHERE = (
     Scenario(name="light", unit="ttft_p50_ms", tokens=1, conns=1, streams=1, warm_s=0.2),
-    _paced("paced256", 8, 32),
+    _paced("paced256", 8, 32, measure_s=2.4),
     Scenario(name="flood", measure_s=1.0),
     Scenario(name="short", unit="us_per_request", tokens=1, streams=8),
 )
