@@ -110,7 +110,7 @@ class Clients:
     async def call(self, connection: Connection, job: Job) -> None:
         """One Generate call, to its end or until it is given up for hung."""
         watched = self.book.watch(job, "Generate")
-        connection.running.add(watched)
+        connection.begin(watched)
         limit_s = (job.deadline_s or DEFAULT_DEADLINE_S) + GRACE_S + job.reads_slowly_s
         stub = connection.stub
         call = stub.Generate(job.request, timeout=job.deadline_s)
@@ -150,7 +150,7 @@ class Clients:
     async def _streamed(self, connection: Connection, stream: ManyStream, job: Job) -> None:
         job.deadline_s = None  # of the whole stream, where calls have it
         watched = self.book.watch(job, "GenerateMany")
-        connection.running.add(watched)
+        connection.begin(watched)
         try:
             async with asyncio.timeout(DEFAULT_DEADLINE_S + GRACE_S + job.reads_slowly_s):
                 await stream.run(watched)

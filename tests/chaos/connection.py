@@ -1,6 +1,8 @@
 """One client's connection, and a stream on it that carries many requests."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -9,6 +11,9 @@ from gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.chaos.book import OK, Watched, outcome_of, reason_of
 from tests.chaos.proxy import Path
 from tests.chaos.site import connect
+
+NOTICE_S = 0.5
+"""A client may send for so long into a connection that was reset at its far end."""
 
 
 class Connection:
@@ -21,10 +26,16 @@ class Connection:
         self.running: set[Watched] = set()
         self.tears = 0
         """How often a fault closed it."""
+        self._reset_at = -math.inf
 
     @property
     def stub(self) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
         return gateway_pb2_grpc.GatewayServiceStub(self.channel)
+
+    def begin(self, watched: Watched) -> None:
+        """A request starts on it."""
+        watched.is_torn = time.monotonic() - self._reset_at < NOTICE_S
+        self.running.add(watched)
 
     async def tear(self, *, abrupt: bool) -> int:
         """Close it with all that runs on it, in order or (through a relay) by a reset. How many requests that were."""
@@ -33,6 +44,7 @@ class Connection:
             watched.is_torn = True
         torn = len(self.running)
         if abrupt and self._relay is not None:
+            self._reset_at = time.monotonic()
             self._relay.cut()
         else:
             old, self.channel = self.channel, connect(self._address)
