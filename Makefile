@@ -74,7 +74,7 @@ bench-scheduling: $(STAMP) ## direct, queue and batch compared in virtual time (
 $(BENCH_PEERS)/failed.json: tests/bench/peers/install.py
 	$(BIN)/python -m tests.bench.peers.install
 
-bench-peers: $(STAMP) $(BENCH_PEERS)/failed.json ## the gateway beside its peers (13 minutes); SCENARIOS=, PEERS=, REPEATS=5, OUT=
+bench-peers: $(STAMP) $(BENCH_PEERS)/failed.json ## the gateway beside its peers (16 minutes); SCENARIOS=, PEERS=, REPEATS=5, OUT=
 	$(BIN)/python -m tests.bench.peers $(if $(SCENARIOS),--scenarios $(SCENARIOS)) $(if $(PEERS),--peers $(PEERS)) \
 		$(if $(REPEATS),--repeats $(REPEATS)) $(if $(OUT),--out $(OUT))
 

@@ -19,7 +19,7 @@ from gateway.config.schema import Policy as PolicySettings
 from gateway.core.ranks import RankTable
 from tests.support.policies import make_policy, make_table, randomise, report
 
-RANKS = (4, 64, 512)
+RANKS = (4, 64, 1024)
 STATES = ("spread", "idle", "filtered")
 NEW_TOKENS = 500
 TURNS = 60
