@@ -125,7 +125,7 @@ async def test_a_killed_gateway_comes_back_to_its_running_ranks(protocol, connec
         ] * 2
         assert [state["bad_inputs"]["count"] for state in states] == [0, 0]
         assert len(engine.events("rank_registered")) == registrations
-        ended = site.gateway.events("request_ended")
+        ended = site.gateway.ends(len(names))
         assert sorted((event["request_id"], event["outcome"]) for event in ended) == [(name, "ok") for name in names]
         assert await asyncio.to_thread(site.gateway.stop) == 0
 
@@ -170,7 +170,7 @@ async def test_a_killed_client_frees_its_rank(protocol, site):
     await waited(lambda: site.metric("rankgate_live_requests") == 0, "the charges to be gone")
     ranks = site.call("ListRanks").message["ranks"]
     assert [rank["in_flight"] for rank in ranks] == [0, 0, 0]
-    ends = [event for event in site.gateway.events("request_ended") if event["request_id"] == "killed"]
+    ends = site.gateway.ends(1, request_id="killed")
     assert [event["outcome"] for event in ends] == ["CANCELLED"]
     assert site.metric("rankgate_double_releases_total") == 0
     # At once, and not because the rank went on and its rows had no owner.

@@ -147,5 +147,5 @@ async def assert_drained_out(site, generations):
     (engine,) = site.engines
     await waited(lambda: engine.total("live") == 0, "the ranks to be empty")
     assert engine.total("aborts_received") == len(generations)
-    ends = site.gateway.events("request_ended")
+    ends = site.gateway.ends(len(generations))
     assert [event["outcome"] for event in ends] == ["DRAINING"] * len(generations)

@@ -217,7 +217,7 @@ def test_a_deadline_that_expires_ends_the_request_at_its_rank(site):
     assert received == expected(PROMPT, len(received))
     wait_until(lambda: site.engines[0].total("live") == 0, "the rank to drop the request")
     assert site.engines[0].total("aborts_received") == aborts + 1
-    ended = [event for event in site.gateway.events("request_ended") if event["request_id"] == "late"]
+    ended = site.gateway.ends(1, request_id="late")
     assert [event["outcome"] for event in ended] == ["DEADLINE_EXCEEDED"]
 
 

@@ -128,7 +128,7 @@ def test_a_full_gateway_names_the_budget(direct, budget):
     assert direct.metric("rankgate_rejections_total") == counted + 2
     assert_served(direct)
     # Refused requests have no terminal line: what was held and what was served have theirs.
-    assert len(direct.gateway.events("request_ended")) == lines + 2
+    direct.gateway.ends(lines + 2)
 
 
 def test_the_standard_service_says_the_same(direct):
@@ -273,7 +273,7 @@ def test_the_deadline_holds_in_the_queue(queued):
         answer = queued.call("Generate", request(request_id="late"), max_time_s=0.4)
         assert answer.status["code"] == DEADLINE_EXCEEDED
         wait_until(lambda: queued.metric("rankgate_queue_depth") == 0, "the late one to leave the queue")
-    (ended,) = [event for event in queued.gateway.events("request_ended") if event["request_id"] == "late"]
+    (ended,) = queued.gateway.ends(1, request_id="late")
     assert (ended["outcome"], ended["rank"], ended["attempts"]) == ("DEADLINE_EXCEEDED", None, 0)
     assert ended["queue_ms"] == ended["e2e_ms"] > 300
     assert queued.engines[0].total("adds_received") == adds + 2

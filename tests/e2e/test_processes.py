@@ -42,16 +42,17 @@ class Several(Deployment):
     def wait_joined(self):
         wait_until(lambda: self.joined() == self.expected_joins(), "all ranks, everywhere", START_S)
 
-    def joined(self):
-        """(process, rank) of every rank that a process has READY."""
-        ready = set()
-        for event in self.gateway.events():
-            if event["event"] == "process_restarted":  # a killed one did not say that it lost them
-                ready = {key for key in ready if key[0] != event["process"]}
-            elif event["event"] == "rank_state":
-                key = event["process"], event["rank"]
-                (ready.add if event["new"] == "READY" else ready.discard)(key)
-        return ready
+    def joined(self, since=0):
+        """(process, rank) of every rank that a process has READY, by the `rank_state` lines from this one on."""
+        states = {}
+        for event in self.gateway.events("rank_state")[since:]:
+            states[event["process"], event["rank"]] = event["new"]
+        return {key for key, state in states.items() if state == "READY"}
+
+    def kill(self, process):
+        """Kill one of the processes, which has no last words. How many `rank_state` lines there were."""
+        os.kill(self.pids[process], signal.SIGKILL)
+        return len(self.gateway.events("rank_state"))
 
     def expected_joins(self):
         everywhere = {(process, rank) for process in range(2) for rank in range(RANKS)}
@@ -122,9 +123,8 @@ async def test_requests_reach_both_processes_and_count_once(protocol, clients):
         many = await clients(site)
         for _ in range(2):
             await many.one_each()
-        ended = site.ended()
-        assert sum(ended) == 32
-        assert min(ended) > 0, "with 16 connections one process gets none once in 32,768 runs"
+        await waited(lambda: sum(site.ended()) == 32, "the terminal lines")
+        assert min(site.ended()) > 0, "with 16 connections one process gets none once in 32,768 runs"
         assert await asyncio.to_thread(site.metric, "rankgate_requests_total") == 32
         assert await asyncio.to_thread(site.metric, "rankgate_generated_tokens_total") == 32 * 8
         page = await asyncio.to_thread(site.scrape)
@@ -193,7 +193,7 @@ async def test_a_killed_process_takes_only_its_own_clients_along_and_comes_back(
         before = site.ended()
         for _ in range(2):
             await (await clients(site)).one_each()
-        assert site.ended()[victim] > before[victim]
+        await waited(lambda: site.ended()[victim] > before[victim], "its terminal lines")
         now = await asyncio.to_thread(site.metric, "rankgate_requests_total")
         assert now >= counted + 32, "counters never go back"
         assert await asyncio.to_thread(site.metric, "rankgate_process_restarts_total") == 1
@@ -208,18 +208,19 @@ async def test_ranks_that_come_back_join_everywhere(protocol, clients):
         site.start_ranks()
         await waited(lambda: site.joined() == site.expected_joins(), "them to be back")
         await (await clients(site)).one_each()
-        os.kill(site.pids[1], signal.SIGKILL)
+        of_it = {key for key in site.expected_joins() if key[0] == 1}
+        mark = site.kill(1)
         await waited(lambda: site.gateway.events("process_restarted"), "the process to be started again")
-        await waited(lambda: site.joined() == site.expected_joins(), "its ranks")
+        await waited(lambda: site.joined(mark) == of_it, "its ranks")
         await (await clients(site)).one_each()
 
         # What an operator has taken out of service stays so in a process that starts anew.
         await asyncio.to_thread(site.call, "AdminService/DrainRank", {"rank": 1})
-        os.kill(site.pids[1], signal.SIGKILL)
+        mark = site.kill(1)
         await waited(lambda: len(site.gateway.events("process_restarted")) == 2, "the process to be started again")
-        await waited(lambda: site.joined() == {key for key in site.expected_joins() if key[1] != 1}, "the others")
+        await waited(lambda: site.joined(mark) == {key for key in of_it if key[1] != 1}, "the others")
         await asyncio.sleep(0.5)
-        assert (1, 1) not in site.joined()
+        assert (1, 1) not in site.joined(mark)
         await (await clients(site)).one_each()
         site.gateway.send_to_group(signal.SIGINT)
         assert await asyncio.to_thread(site.gateway.wait) == 0

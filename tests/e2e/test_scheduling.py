@@ -79,7 +79,7 @@ def test_what_goes_together_says_so(batched):
     # A rank's time is given to one of those that start together.
     for batch in (decisions[:4], decisions[4:]):
         assert sum(decision["prediction"]["actual_ms"] > 0 for decision in batch) >= 1
-    (ended,) = [e for e in batched.gateway.events("request_ended") if e["decision_id"] == first["id"]]
+    (ended,) = batched.gateway.ends(1, decision_id=first["id"])
     assert ended["batch"] == numbers[-1]
 
 
@@ -117,7 +117,7 @@ def test_the_default_deadline_ends_what_is_queued(batched):
     with silent(batched), holding(batched, make_request(), timeout_s=WAIT_S, x_tenant_id="other"):
         answer = batched.call("Generate", request(request_id="late"), options=without_deadline)
     assert_refused(answer, "DEADLINE_EXCEEDED", retryable=False)
-    (ended,) = [event for event in batched.gateway.events("request_ended") if event["request_id"] == "late"]
+    (ended,) = batched.gateway.ends(1, request_id="late")
     assert (ended["outcome"], ended["rank"]) == ("DEADLINE_EXCEEDED", None)
     assert ended["e2e_ms"] >= 1500
 

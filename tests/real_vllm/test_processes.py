@@ -53,7 +53,7 @@ async def test_real_ranks_answer_each_process_and_survive_one(rank_server, direc
             assert [outcome.text for outcome in outcomes] == wanted
 
         await serve_all()
-        ended = [line["process"] for line in site.gateway.events("request_ended")]
+        ended = [line["process"] for line in site.gateway.ends(len(prompts))]
         assert set(ended) == set(range(PROCESSES))
 
         # More than the ranks have slots, so that both processes have some that run or wait.

@@ -127,6 +127,18 @@ class Process:
             raise AssertionError(f"{self.name} wrote a line that is no JSON: {error.doc}") from None
         return [line for line in lines if name is None or line["event"] == name]
 
+    def ends(self, count: int, **fields: Any) -> list[dict[str, Any]]:
+        """The terminal lines with these fields, of which there are to be so many: a line may come after its answer."""
+
+        def found() -> list[dict[str, Any]]:
+            lines = self.events("request_ended")
+            return [line for line in lines if all(line[name] == value for name, value in fields.items())]
+
+        wait_until(lambda: len(found()) >= count, f"{count} terminal lines")
+        lines = found()
+        assert len(lines) == count
+        return lines
+
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
