@@ -124,12 +124,18 @@ async def test_a_handlers_exception_loses_no_later_message():
         harness.loop_errors.clear()
 
 
+def held_reader(harness):
+    """The reader of rank 0's batches, which reads only when it is told to: what was sent until then is read together."""
+    harness.stop_ticks()
+    reader = harness.link._ranks[0]._channel.output.reader
+    asyncio.get_running_loop().remove_reader(reader._fd)
+    return reader
+
+
 async def test_queued_batches_are_joined_and_all_of_them_come_before_the_end():
     async with running_link(family="vllm") as harness:
         engine = await harness.joined_engine(0)
-        harness.stop_ticks()
-        reader = harness.link._ranks[0]._channel.output.reader
-        asyncio.get_running_loop().remove_reader(reader._fd)
+        reader = held_reader(harness)
         for number in range(5):
             engine.push_rows([(f"r{number}", [number], "")])
         engine.push(b"\xc1")
@@ -155,9 +161,7 @@ async def test_queued_batches_are_joined_and_all_of_them_come_before_the_end():
 async def test_a_handlers_exception_over_joined_batches_loses_no_later_message():
     async with running_link(family="vllm") as harness:
         engine = await harness.joined_engine(0)
-        harness.stop_ticks()
-        reader = harness.link._ranks[0]._channel.output.reader
-        asyncio.get_running_loop().remove_reader(reader._fd)
+        reader = held_reader(harness)
 
         def fails_once(event):
             harness.events.append(event)
