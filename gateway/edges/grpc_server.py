@@ -7,7 +7,8 @@ call is refused before any of its messages is read; only health is open to every
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -42,6 +43,7 @@ _BUILDERS = {
     "server_stream": grpc.unary_stream_rpc_method_handler,
     "bidi": grpc.stream_stream_rpc_method_handler,
 }
+_Call = Callable[[Any, Any], Awaitable[Any]]
 
 
 class ListenError(Exception):
@@ -202,11 +204,26 @@ def _handlers(services: Sequence[Service], gate: CallGate | None) -> dict[str, A
 def _handler(method: Method, gate: CallGate | None) -> Any:
     # Without serialisers, as methods take and give bytes.
     if gate is None:
-        return _BUILDERS[method.kind](method.call)
-    handler: Any = _BUILDERS[method.kind](gate.open(method))
+        return _build(method.kind, method.call)
+    handler = _build(method.kind, gate.open(method))
     if method.direct is not None:
         handler.direct = method.direct(gate)
     return handler
+
+
+def _build(kind: str, call: _Call) -> Any:
+    async def run(data: Any, context: Any) -> Any:
+        try:
+            return await call(data, context)
+        except grpc.aio.AbortError as error:
+            # The library keeps the exception of its `abort` with the call, and the exception keeps all frames that it
+            # went through, which know the call: a cycle per refused call, with its request in it.
+            traceback.clear_frames(error.__traceback__)
+            error.__context__ = None
+            del data, context
+            raise
+
+    return _BUILDERS[kind](run)
 
 
 # Answers to any call are streams: those get their first message only when they ask for it.
@@ -216,14 +233,14 @@ def _unauthenticated(authenticator: Authenticator, failure: Failure) -> Any:
     async def refuse(_: AsyncIterator[bytes], context: Any) -> None:
         await abort_with(context, authenticator.refuse(failure, context.peer()))
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return _build("bidi", refuse)
 
 
 def _refusal(error: GatewayError, gate: CallGate) -> Any:
     async def refuse(_: AsyncIterator[bytes], context: Any) -> None:
         await abort_with(CallContext(context, gate), error)
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return _build("bidi", refuse)
 
 
 def _reflection(names: Sequence[str]) -> Service:

@@ -14,7 +14,6 @@ import pytest
 from gateway.core.errors import Reason
 from tests.support.calls import Generation, generate, make_prompt, make_request, many_stream
 from tests.support.stack import running_gateway, until
-from tests.support.transport import TRANSPORT
 
 GREEDY = {"temperature": 0.0}
 ROUNDS = 3
@@ -108,10 +107,6 @@ async def many_share_a_stream(stack):
     ],
 )
 async def test_what_has_ended_is_freed_at_once(protocol, step):
-    if TRANSPORT == "grpcio" and step in (requests_are_refused, rank_is_lost_under_what_cannot_move):
-        pytest.skip(
-            "the exception with which grpcio's calls are aborted is in a cycle with the call; it is soon collected"
-        )
     async with running_gateway(protocol, ranks=2, failure={"eject": None}) as stack:
         await step(stack)
         async with no_cycles():
