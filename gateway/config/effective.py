@@ -65,7 +65,10 @@ def remarks(config: Config) -> list[str]:
 
 def cautions(config: Config) -> list[str]:
     """Legal settings that may surprise, one sentence each; worth a warning when the gateway starts."""
-    return [*_exposure(config), *_readiness(config), *_limits(config), *scheduling_remarks(config)]
+    return [
+        *(*_exposure(config), *_readiness(config), *_limits(config)),
+        *(*_ejection(config), *scheduling_remarks(config)),
+    ]
 
 
 def _exposure(config: Config) -> Iterator[str]:
@@ -139,3 +142,14 @@ def _limits(config: Config) -> Iterator[str]:
     shares = config.gateways > 1 or (config.processes > 1 and config.groups[0].protocol == "vllm")
     if shares and resolve(config.policy).tie_break == "first":
         yield "with several gateways, tie_break first sends all of them to the same rank"
+
+
+def _ejection(config: Config) -> Iterator[str]:
+    eject = config.failure.eject
+    for group in config.groups if eject is not None else ():
+        # A sole rank is never ejected, whatever the ratio.
+        if eject is not None and group.ranks > 1 and not group.coupled and eject.max_ratio * group.ranks < 1 - 1e-9:
+            yield (
+                f"failure.eject.max_ratio {eject.max_ratio:g} of the {group.ranks} ranks of group {group.name} is none:"
+                " a rank that fails again and again keeps getting work"
+            )

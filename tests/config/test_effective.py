@@ -100,6 +100,13 @@ GROUP = "  - {name: b, protocol: vllm, handshake: 'tcp://10.0.0.1:0', ranks: 2, 
             ],
         ),
         (
+            BASE + "failure: {eject: {max_ratio: 0.3}}\n",
+            [
+                "failure.eject.max_ratio 0.3 of the 2 ranks of group a is none: a rank that fails again and again keeps getting work"
+            ],
+        ),
+        (BASE.replace("ranks: 2", "ranks: 1") + "failure: {eject: {max_ratio: 0.3}}\n", []),
+        (
             BASE + "    min_ready: 0\n",
             ["every min_ready is 0: the gateway reports ready before any rank has joined"],
         ),
