@@ -116,8 +116,14 @@ class Injector:
         return ""
 
     async def _cut(self, fault: Fault) -> str:
-        cut = self._rank(fault).path.cut(fault.detail["share"], Side(fault.detail["side"]))
-        return f"{cut} connections"
+        rank = self._rank(fault)
+        cut = rank.path.cut(fault.detail["share"], Side(fault.detail["side"]))
+        note = f"{cut} connections"
+        if not rank.process.events("serving"):
+            # Engines say HELLO once. With one that was lost they wait for minutes, and are started again then.
+            await self._end_and_restart(rank, signal.SIGKILL, 0.0)
+            note += ", restarted: it was joining"
+        return note
 
     async def _stall(self, fault: Fault) -> str:
         path = self._rank(fault).path
