@@ -5,7 +5,7 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,8 @@ class Collection:
                     turn = repeat % max(1, len(sites))
                     for site in sites[turn:] + sites[:turn]:
                         if site.peer.same_job or scenario.name in EVERYWHERE:
-                            self.results.add(scenario.name, site.peer.name, partial(site.measure, scenario))
+                            with alone(site, sites):
+                                self.results.add(scenario.name, site.peer.name, partial(site.measure, scenario))
                 self._say(scenario)
             if any(scenario.name == "light" for scenario in scenarios):
                 self._measure_behind(sites, next(each for each in scenarios if each.name == "light"))
@@ -124,7 +125,7 @@ class Collection:
         """What stands behind a proxy, asked without it."""
         for site in sites:
             if site.peer.engine == "grpc":
-                with site.directly(), contextlib.suppress(PeerError):
+                with alone(site, sites), site.directly(), contextlib.suppress(PeerError):
                     self.results.direct[site.peer.name] = site.measure(light)["ttft_p50_ms"]
 
     def _measure_fresh(self, peer: Peer, scenarios: list[Scenario]) -> None:
@@ -163,6 +164,16 @@ class Collection:
             if value is not None or why:
                 text = "" if value is None else f"{value:.2f} {scenario.unit}"
                 say(f"{scenario.name} {peer.name}: {text}{f' failed: {why}' if why else ''}")
+
+
+@contextlib.contextmanager
+def alone(site: Site, sites: list[Site]) -> Iterator[None]:
+    """The others are paused meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for other in sites:
+            if other is not site:
+                stack.enter_context(other.paused())
+        yield
 
 
 def say(text: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -82,8 +83,22 @@ class Process:
         """Until it has ended. Raises subprocess.TimeoutExpired."""
         self._process.wait(timeout_s)
 
+    def pause(self) -> None:
+        """Hold it and what it started until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it run again."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for each in tree(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, number)
+
     def stop(self) -> None:
         """End it and what it started."""
+        self.resume()
         children = tree(self.pid)[1:]
         self._process.terminate()
         try:
