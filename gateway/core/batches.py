@@ -13,8 +13,8 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.core.lifecycle import TRANSITIONS, Phase
 from gateway.core.load import LoadBook
 from gateway.core.ranks import RankTable
-from gateway.core.refusals import overrun
-from gateway.core.request import PACK_AT_TOKENS, Attempt, Request, Sequence
+from gateway.core.refusals import ended_short, overrun, slow_reader
+from gateway.core.request import Attempt, Request, Sequence
 from gateway.core.strays import Strays
 from gateway.types import EngineBatch, FinishReason, TokenLogprob
 
@@ -92,9 +92,7 @@ class BatchIntake:
             self._load.settle(rank, now, has_rows=bool(len(ids)))
         return result
 
-    def _append_rows(  # noqa: PLR0912, PLR0915 - one walk: a call per row would cost as much as the row
-        self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]
-    ) -> None:
+    def _append_rows(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> None:
         live_on_rank = self._ledger.by_rank[rank]
         ids, completion, cached_tokens, logprobs = (
             batch.ids,
@@ -105,7 +103,8 @@ class BatchIntake:
         # One walk over all columns; those that are missing say nothing of any row.
         blank: Seq[None] = [None] * len(ids)
         total = 0
-        for wire_id, token_ids, finish, claimed, cached, row in zip(
+        for attempt, wire_id, token_ids, finish, claimed, cached, row in zip(
+            list(map(live_on_rank.get, ids)),  # ahead of the walk: then it waits less for memory
             ids,
             batch.token_ids,
             batch.finish,
@@ -114,58 +113,76 @@ class BatchIntake:
             blank if logprobs is None else logprobs,
             strict=True,
         ):
-            attempt = live_on_rank.get(wire_id)
-            if attempt is None or attempt.is_done:
+            # Nearly every row is one more token of an attempt that goes on. It is taken here: a call would cost as much.
+            if (
+                attempt is not None
+                and not finish
+                and row is None
+                and type(token_ids) is tuple
+                and len(token_ids) == 1
+                and 0 < (before := attempt.tokens_out) < attempt.max_tokens
+                and not attempt.is_done
+                and (claimed is None or claimed == before + 1)
+                and not (sequence := attempt.sequence).pending
+                and ((record := sequence.record) is None or not record.is_answer)
+            ):
+                attempt.tokens_out = before + 1
+                total += 1
+                sequence.completion_tokens += 1
+                sequence.pending = token_ids  # most are taken before the next ones come: no list for them
+                if record is not None:  # for another rank: it has room for all that an attempt may generate
+                    record.token_ids.append(token_ids[0])
+                if not sequence.is_dirty:
+                    sequence.is_dirty = True
+                    dirty.append(sequence)
+            elif attempt is None or attempt.is_done:
                 self._stray(rank, wire_id, now, is_final=finish != "")
-                continue
-            count = len(token_ids)
-            before = attempt.tokens_out
-            tokens_out = before + count
-            if claimed is not None and claimed != tokens_out:
-                self._miscounted(attempt, claimed, count)
-                continue
-            sequence = attempt.sequence
-            if count:
-                if tokens_out > attempt.max_tokens:
-                    self._fail(attempt, overrun(attempt))
-                    continue
-                if not before:
-                    self._start(attempt, now)
-                    if cached_tokens is not None:
-                        sequence.cached_tokens = cached or 0
-                attempt.tokens_out = tokens_out
-                total += count
-                record = sequence.record
-                if row is not None or (record is not None and record.is_answer):
-                    if sequence.append(token_ids, None if row is None else _asked_for(sequence, row)):
-                        self._check_reader(attempt)
-                else:
-                    # As `append` does it. A record for another rank has room for all that an attempt may generate.
-                    if record is not None:
-                        record.token_ids.extend(token_ids)
-                    sequence.completion_tokens += count
-                    pending = sequence.pending
-                    if not pending and type(token_ids) is tuple and count < PACK_AT_TOKENS:
-                        sequence.pending = token_ids  # most are taken before the next ones come: no list for them
-                    else:
-                        if type(pending) is not list:
-                            pending = sequence.pending = [*pending]
-                        pending += token_ids
-                        if len(pending) >= PACK_AT_TOKENS:
-                            sequence.pack()
-                            self._check_reader(attempt)
-            if not sequence.is_dirty:
-                sequence.is_dirty = True
-                dirty.append(sequence)
-            if finish:
-                self._finish(attempt, finish, tokens_out, is_counted=claimed is not None)
+            else:
+                known = cached if cached is not None or cached_tokens is None else 0
+                total += self._append_row(attempt, token_ids, finish, claimed, known, row, now, dirty)
         self._counters.rows += len(ids)
         self._counters.tokens[rank] += total
         self._ledger.add_tokens(rank, total)
 
+    def _append_row(
+        self,
+        attempt: Attempt,
+        token_ids: Seq[int],
+        finish: FinishReason,
+        claimed: int | None,
+        cached: int | None,
+        logprobs: Row | None,
+        now: float,
+        dirty: list[Sequence | Request],
+    ) -> int:
+        """Any row of a live attempt; returns how many tokens it brought."""
+        count = len(token_ids)
+        tokens_out = attempt.tokens_out + count
+        if claimed is not None and claimed != tokens_out:
+            self._miscounted(attempt, claimed, count)
+            return 0
+        if tokens_out > attempt.max_tokens:
+            self._fail(attempt, overrun(attempt))
+            return 0
+        sequence = attempt.sequence
+        if count:
+            if not attempt.tokens_out:
+                self._start(attempt, now)
+                if cached is not None:
+                    sequence.cached_tokens = cached
+            attempt.tokens_out = tokens_out
+            if sequence.append(token_ids, None if logprobs is None else _asked_for(sequence, logprobs)):
+                self._check_reader(attempt)
+        if not sequence.is_dirty:
+            sequence.is_dirty = True
+            dirty.append(sequence)
+        if finish:
+            self._finish(attempt, finish, tokens_out, is_counted=claimed is not None)
+        return count
+
     def _finish(self, attempt: Attempt, finish: FinishReason, tokens_out: int, *, is_counted: bool) -> None:
         if finish == "length" and not is_counted and self._is_short(attempt, tokens_out):
-            self._fail(attempt, _ended_short(attempt, tokens_out))
+            self._fail(attempt, ended_short(attempt, tokens_out))
             return
         attempt.is_done = True
         self._ended().finished.append((attempt, finish))
@@ -195,7 +212,7 @@ class BatchIntake:
     def _check_reader(self, attempt: Attempt) -> None:
         """End the attempt if its reader fell behind."""
         if self._is_too_slow(attempt.sequence):
-            self._fail(attempt, _slow_reader(self._max_backlog_bytes))
+            self._fail(attempt, slow_reader(self._max_backlog_bytes))
 
     def _is_too_slow(self, sequence: Sequence) -> bool:
         """Whether a reader fell behind. One whose turn has not come can't read: its output was paid for at acceptance."""
@@ -272,15 +289,6 @@ class BatchIntake:
         self._ended().failed.append((attempt, error))
 
 
-def _ended_short(attempt: Attempt, tokens_out: int) -> GatewayError:
-    return GatewayError(
-        Reason.DATA_LOSS,
-        f"rank {attempt.rank} ended at {attempt.max_tokens} tokens, and {tokens_out} arrived",
-        rank=attempt.rank,
-        delivered_tokens=attempt.tokens_out,
-    )
-
-
 def _asked_for(sequence: Sequence, logprobs: Row) -> Row | None:
     """Cut a row's alternatives to the number that was asked for: engines may pad to the batch's maximum."""
     wanted = sequence.request.arrived.sampling.logprobs
@@ -289,11 +297,3 @@ def _asked_for(sequence: Sequence, logprobs: Row) -> Row | None:
     if all(len(item.top) <= wanted for item in logprobs):
         return logprobs
     return [TokenLogprob(item.logprob, item.top[:wanted]) for item in logprobs]
-
-
-def _slow_reader(limit_bytes: int) -> GatewayError:
-    return GatewayError(
-        Reason.SLOW_READER,
-        f"more than {limit_bytes} bytes of output wait for the reader; read faster or raise the limit",
-        limit_bytes=limit_bytes,
-    )

@@ -87,9 +87,12 @@ class Outbox:
     def append(self, token_ids: Seq[int], logprobs: Seq[TokenLogprob] | None) -> bool:
         """Add new tokens. True when the backlog was long enough to be packed to four bytes a token."""
         pending = self.pending
-        if type(pending) is not list:
-            pending = self.pending = [*pending]
-        pending += token_ids
+        if not pending and type(token_ids) is tuple:
+            pending = self.pending = token_ids  # most are taken before the next ones come: no list for them
+        else:
+            if type(pending) is not list:
+                pending = self.pending = [*pending]
+            pending += token_ids
         self.completion_tokens += len(token_ids)
         if logprobs is not None:
             if self.logprobs is None:

@@ -176,3 +176,22 @@ def overrun(attempt: Attempt) -> GatewayError:
         rank=attempt.rank,
         max_tokens=attempt.max_tokens,
     )
+
+
+def ended_short(attempt: Attempt, tokens_out: int) -> GatewayError:
+    """The engine said that it had generated all that it was asked for, and less arrived."""
+    return GatewayError(
+        Reason.DATA_LOSS,
+        f"rank {attempt.rank} ended at {attempt.max_tokens} tokens, and {tokens_out} arrived",
+        rank=attempt.rank,
+        delivered_tokens=attempt.tokens_out,
+    )
+
+
+def slow_reader(limit_bytes: int) -> GatewayError:
+    """More output waits for the client than is kept for one."""
+    return GatewayError(
+        Reason.SLOW_READER,
+        f"more than {limit_bytes} bytes of output wait for the reader; read faster or raise the limit",
+        limit_bytes=limit_bytes,
+    )

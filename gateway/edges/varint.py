@@ -33,4 +33,7 @@ class Memo(dict[int, bytes]):
 
 VARINTS = Memo(encode_varint)
 """To be indexed where a call would cost more than the look-up."""
+SMALL = 4096
+SMALL_VARINTS = [encode_varint(value) for value in range(SMALL)]
+"""Those of small numbers once more: the interpreter has a short cut for lists."""
 varint = VARINTS.__getitem__

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.request import Record, Sequence
-from gateway.edges.varint import VARINTS, Memo, varint
+from gateway.edges.varint import MEMO_LIMIT, SMALL, SMALL_VARINTS, VARINTS, varint
 from gateway.types import TokenLogprob
 
 if TYPE_CHECKING:
@@ -74,12 +74,15 @@ def _frame(layout: Layout, index: int) -> _Frame:
     )
 
 
-def _first_field(token_id: int) -> bytes:
-    return _tagged(1, varint(token_id))
+_one_token: dict[int, bytes] = {}
+"""By token id: the field of token ids of a message with just one. A plain dict, see `SMALL_VARINTS`."""
 
 
-ONE_TOKEN = Memo(_first_field)
-"""By token id: the field of token ids of a message with just one."""
+def _make_one_token(token_id: int) -> bytes:
+    field = _tagged(1, varint(token_id))
+    if len(_one_token) < MEMO_LIMIT:
+        _one_token[token_id] = field
+    return field
 
 
 class SequenceEncoder:
@@ -153,8 +156,13 @@ class SequenceEncoder:
         if ids is not None:
             ids += VARINTS[token_id]
         self._completed = completed = self._completed + 1
-        body = ONE_TOKEN[token_id] + self._chunk_middle + VARINTS[completed] + self._chunk_end
-        message = self._chunk_tag + VARINTS[len(body)] + body
+        try:
+            field = _one_token[token_id]
+        except KeyError:
+            field = _make_one_token(token_id)
+        count = SMALL_VARINTS[completed] if completed < SMALL else VARINTS[completed]
+        body = field + self._chunk_middle + count + self._chunk_end
+        message = self._chunk_tag + SMALL_VARINTS[len(body)] + body
         if not stream.push(message) and self.writer is not None:
             self.writer.push(message)
 

@@ -46,7 +46,6 @@ class FrameHeads(dict[int, bytes]):
         return head
 
 
-DATA_HEADS = FrameHeads(DATA, 0)
 HEADERS_HEADS = FrameHeads(HEADERS, END_HEADERS)
 TRAILERS_HEADS = FrameHeads(HEADERS, END_HEADERS | END_STREAM)
 

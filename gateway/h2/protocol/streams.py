@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gateway.h2.protocol.frames import DATA_HEADS, MAX_FRAME_BYTES
+from gateway.h2.protocol.frames import DATA, MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
     from gateway.h2.protocol.outbound import Outbound
@@ -13,22 +13,22 @@ MAX_PUSH_BYTES = MAX_FRAME_BYTES - PREFIX_BYTES
 """A larger message takes more than one frame."""
 
 
-class _Prefixes(dict[int, bytes]):
-    """By size of a message: gRPC's prefix of an uncompressed one."""
-
-    def __missing__(self, size: int) -> bytes:
-        prefix = self[size] = b"\0" + size.to_bytes(4)
-        return prefix
+_SMALL_BYTES = 1024
 
 
-# Bounded: sizes are at most `MAX_PUSH_BYTES`.
-_prefixes = _Prefixes()
+def _framing(size: int) -> tuple[bytes, bytes]:
+    """What stands around the stream's id before a message of this size: the frame's length and type, gRPC's prefix."""
+    return (size + PREFIX_BYTES).to_bytes(3) + bytes((DATA, 0)), b"\0" + size.to_bytes(4)
+
+
+# A list: the interpreter has a short cut for it.
+_framings = [_framing(size) for size in range(_SMALL_BYTES)]
 
 
 class _Sending:
     """What a message touches, in one place: the slots of a base class come first."""
 
-    __slots__ = ("backlog", "has_ended", "has_headers", "head", "head_length", "id", "out", "send_window")
+    __slots__ = ("backlog", "has_ended", "has_headers", "id", "out", "send_window")
 
 
 class Stream(_Sending):
@@ -53,9 +53,6 @@ class Stream(_Sending):
     def __init__(self, number: int, out: "Outbound", send_window: int, window_bytes: int) -> None:
         self.number = number
         self.id = number.to_bytes(4)
-        # The frame's head and gRPC's prefix as they were last sent, for as many bytes: most messages are like the last one.
-        self.head = b""
-        self.head_length = 0
         self.out = out
         self.send_window = send_window
         # What the client may still send, and what of that which it has sent is done with.
@@ -94,10 +91,6 @@ class Stream(_Sending):
         parts = out.parts
         if not parts:
             out.wake()
-        if length == self.head_length:
-            head = self.head
-        else:
-            head = self.head = DATA_HEADS[length] + self.id + _prefixes[size]
-            self.head_length = length
-        parts += (head, message)
+        head, prefix = _framings[size] if size < _SMALL_BYTES else _framing(size)
+        parts += (head, self.id, prefix, message)
         return True
