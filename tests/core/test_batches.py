@@ -52,7 +52,7 @@ def test_nothing_after_the_end_is_delivered_even_in_the_same_batch():
     request = bench.request()
     sequence, identity = request.sequences[0], wire_id(request)
     bench.batch(0, [(identity, [1], "stop"), (identity, [2], "stop"), (identity, [3])])
-    assert sequence.take() == ([1], None)
+    assert sequence.take() == ((1,), None)
     assert counters(bench).late_rows == 2
     assert bench.ended == [request]
     bench.assert_quiet()
@@ -72,7 +72,7 @@ def test_logprobs_are_those_that_were_asked_for(wanted, row, delivered):
     bench = Bench(1)
     request = bench.request(sampling=Sampling(max_tokens=4, logprobs=wanted))
     bench.batch(0, [(wire_id(request), [1])], logprobs=[row])
-    assert request.sequences[0].take() == ([1], delivered)
+    assert request.sequences[0].take() == ((1,), delivered)
 
 
 def test_strays_of_one_batch_are_bounded_and_absurd_ids_are_not_repeated(monkeypatch):

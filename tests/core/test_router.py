@@ -183,7 +183,7 @@ def test_a_wrong_cumulative_count_ends_the_stream_with_the_exact_prefix(claimed,
     bench.batch(0, [(wire_id(request), [7], "", 1)])
     bench.batch(0, [(wire_id(request), [8], "", claimed)])
     assert request.error.reason is Reason.DATA_LOSS
-    assert request.sequences[0].take()[0] == [7]
+    assert list(request.sequences[0].take()[0]) == [7]
     assert getattr(bench.router.counters, counter) == 1
     assert len(bench.aborted) == 1
     bench.assert_quiet()

@@ -13,7 +13,7 @@ def test_nothing_of_a_sequence_is_delivered_after_its_end_in_the_same_batch(prot
     rows = [(wire_id(request), [5], "stop", 1), (wire_id(request), [6, 7], "", 3), (wire_id(request), [8], "length", 4)]
     bench.batch(0, rows if counted else [row[:3] for row in rows])
     assert request.error is None
-    assert request.sequences[0].take()[0] == [5]
+    assert list(request.sequences[0].take()[0]) == [5]
     assert request.sequences[0].finish == "stop"
     assert bench.router.counters.late_rows == 2
     bench.assert_quiet()
@@ -24,7 +24,7 @@ def test_nothing_is_delivered_after_a_miscounted_row_in_the_same_batch():
     request = bench.request()
     bench.batch(0, [(wire_id(request), [5], "", 2), (wire_id(request), [6], "", 1)])
     assert request.error.reason is Reason.DATA_LOSS
-    assert request.sequences[0].take()[0] == []
+    assert list(request.sequences[0].take()[0]) == []
     bench.assert_quiet()
 
 
@@ -34,7 +34,7 @@ def test_an_engine_that_does_not_stop_is_stopped():
     bench.batch(0, [(wire_id(request), [1, 2])])
     bench.batch(0, [(wire_id(request), [3, 4]), (wire_id(other), [9])])
     assert request.error.reason is Reason.ENGINE_ERROR
-    assert request.sequences[0].take()[0] == [1, 2]
+    assert list(request.sequences[0].take()[0]) == [1, 2]
     assert [effect.wire_ids for effect in bench.aborted] == [(wire_id(request),)]
     assert not other.is_ended
     bench.finish(other)

@@ -143,7 +143,7 @@ class Bench:
         counted = any(len(row) > 3 for row in rows)
         batch = EngineBatch(
             ids=[row[0] for row in rows],
-            token_ids=[list(row[1]) for row in rows],
+            token_ids=[tuple(row[1]) for row in rows],  # as the wires decode them
             finish=[row[2] if len(row) > 2 else "" for row in rows],
             completion_tokens=[row[3] for row in rows] if counted else None,
             load=load,

@@ -100,7 +100,7 @@ class Site:
     def batch(self, rank: int, *rows: Any) -> None:
         """Rows are `(wire id, tokens, finish)`."""
         ids, tokens, finish = zip(*rows, strict=True)
-        self.driver.emit(BatchReceived(rank, 1, EngineBatch(ids=ids, token_ids=tokens, finish=finish)))
+        self.driver.emit(BatchReceived(rank, 1, EngineBatch(ids=ids, token_ids=[*map(tuple, tokens)], finish=finish)))
 
 
 async def turn() -> None:

@@ -80,7 +80,7 @@ class ScriptedRanks:
         rank = self.rank_of(wire_id)
         batch = EngineBatch(
             ids=[wire_id],
-            token_ids=[tokens],
+            token_ids=[tuple(tokens)],
             finish=[finish],
             cached_tokens=[cached],
             logprobs=None if logprobs is None else [logprobs],

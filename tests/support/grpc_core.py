@@ -53,7 +53,7 @@ class CountingRanks:
             self.live[wire_id] = (rank, incarnation, request, done + count)
             asyncio.get_running_loop().call_soon(self._step, wire_id)
         batch = EngineBatch(
-            ids=[wire_id], token_ids=[list(range(first, first + count))], finish=["length" if is_last else ""]
+            ids=[wire_id], token_ids=[tuple(range(first, first + count))], finish=["length" if is_last else ""]
         )
         self._driver.emit(BatchReceived(rank, incarnation, batch))
 
