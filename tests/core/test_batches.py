@@ -47,6 +47,17 @@ def test_cached_tokens_are_those_of_the_first_row_with_tokens(cached, expected):
     assert request.sequences[0].cached_tokens == expected
 
 
+def test_the_next_rank_s_first_row_says_anew_what_its_cache_had():
+    bench = Bench(2, failure={"resume": True})
+    request = bench.request(sampling=Sampling(max_tokens=4, temperature=0.0))
+    (sequence,) = request.sequences
+    bench.batch(sequence.attempt.rank, [(wire_id(request), [1])], cached_tokens=[3])
+    assert sequence.cached_tokens == 3
+    bench.lose(sequence.attempt.rank)
+    bench.batch(sequence.attempt.rank, [(wire_id(request), [2])], cached_tokens=[None])
+    assert (sequence.completion_tokens, sequence.cached_tokens) == (2, 0)
+
+
 def test_nothing_after_the_end_is_delivered_even_in_the_same_batch():
     bench = Bench(1)
     request = bench.request()
