@@ -14,11 +14,13 @@ from gateway.core.lifecycle import TRANSITIONS, Phase
 from gateway.core.load import LoadBook
 from gateway.core.ranks import RankTable
 from gateway.core.refusals import ended_short, overrun, slow_reader
-from gateway.core.request import Attempt, Request, Sequence
+from gateway.core.request import PACK_AT_TOKENS, Attempt, Request, Sequence
 from gateway.core.strays import Strays
 from gateway.types import EngineBatch, FinishReason, TokenLogprob
 
 _STREAMING = Phase.STREAMING
+# One more is not packed yet.
+_MAX_PENDING = PACK_AT_TOKENS - 1
 Row = Seq[TokenLogprob]
 
 
@@ -123,13 +125,18 @@ class BatchIntake:
                 and 0 < (before := attempt.tokens_out) < attempt.max_tokens
                 and not attempt.is_done
                 and (claimed is None or claimed == before + 1)
-                and not (sequence := attempt.sequence).pending
+                and len(pending := (sequence := attempt.sequence).pending) < _MAX_PENDING
                 and ((record := sequence.record) is None or not record.is_answer)
             ):
                 attempt.tokens_out = before + 1
                 total += 1
                 sequence.completion_tokens += 1
-                sequence.pending = token_ids  # most are taken before the next ones come: no list for them
+                if not pending:
+                    sequence.pending = token_ids  # most are taken before the next ones come: no list for them
+                elif type(pending) is list:
+                    pending += token_ids
+                else:
+                    sequence.pending = [*pending, *token_ids]
                 if record is not None:  # for another rank: it has room for all that an attempt may generate
                     record.token_ids.append(token_ids[0])
                 if not sequence.is_dirty:

@@ -3,6 +3,7 @@
 import pytest
 
 from gateway.core import batches
+from gateway.core.errors import Reason
 from gateway.core.events import BatchReceived
 from gateway.types import EngineBatch, Sampling, TokenLogprob
 from tests.support.core import Bench, load, wire_id
@@ -84,6 +85,17 @@ def test_logprobs_are_those_that_were_asked_for(wanted, row, delivered):
     request = bench.request(sampling=Sampling(max_tokens=4, logprobs=wanted))
     bench.batch(0, [(wire_id(request), [1])], logprobs=[row])
     assert request.sequences[0].take() == ((1,), delivered)
+
+
+def test_a_reader_that_falls_behind_token_by_token_is_ended():
+    bench = Bench(1, limits={"max_stream_buffer_bytes": 2048})
+    request = bench.request(max_tokens=2000)
+    sent = 0
+    while request.error is None:
+        bench.batch(0, [(wire_id(request), [7])])
+        sent += 1
+    assert request.error.reason is Reason.SLOW_READER
+    assert 2048 // 4 < sent <= 2048 // 4 + batches.PACK_AT_TOKENS
 
 
 def test_strays_of_one_batch_are_bounded_and_absurd_ids_are_not_repeated(monkeypatch):
