@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,10 @@ from tests.bench.peers.chart import chart
 from tests.bench.peers.collect import Collection, Results
 from tests.bench.peers.emitter import Rank, Script
 from tests.bench.peers.kinds import PEERS, fnv1a
-from tests.bench.peers.process import ROOT, PeerError
+from tests.bench.peers.process import ROOT, PeerError, Process
 from tests.bench.peers.scenarios import ALL, RANKS, SCALE
 from tests.bench.peers.site import figures
+from tests.support.processes import wait_until
 
 CLIENT_BUILDS = shutil.which("gcc") is not None and install.HEADER.exists()
 LIGHT = ALL["light"]
@@ -154,3 +156,14 @@ def test_every_scenario_names_a_figure_that_runs_have():
 
 def test_the_hash_is_fnv1a():
     assert fnv1a(b"a") == 0xAF63DC4C8601EC8C
+
+
+def test_a_paused_peer_stands_still_and_can_be_ended(tmp_path):
+    process = Process("0", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "peer.log")
+    status = Path(f"/proc/{process.pid}/stat")
+    try:
+        process.pause()
+        wait_until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "the peer to stand still")
+    finally:
+        process.stop()
+    assert not status.exists()
