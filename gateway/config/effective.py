@@ -150,6 +150,6 @@ def _ejection(config: Config) -> Iterator[str]:
         # A sole rank is never ejected, whatever the ratio.
         if eject is not None and group.ranks > 1 and not group.coupled and eject.max_ratio * group.ranks < 1 - 1e-9:
             yield (
-                f"failure.eject.max_ratio {eject.max_ratio:g} of the {group.ranks} ranks of group {group.name} is none:"
+                f"failure.eject.max_ratio {eject.max_ratio} of the {group.ranks} ranks of group {group.name} is none:"
                 " a rank that fails again and again keeps getting work"
             )

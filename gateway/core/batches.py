@@ -1,6 +1,6 @@
 """What one engine batch does to the core: store load, append rows, collect what ended.
 
-The hot path. Per row: one dict lookup, one append, no allocation beyond the tokens themselves.
+The hot path. Per row: one dict lookup and one append; lists are made for a whole batch, and where tokens wait.
 """
 
 from collections.abc import Sequence as Seq

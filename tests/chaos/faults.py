@@ -119,7 +119,7 @@ class Injector:
         rank = self._rank(fault)
         cut = rank.path.cut(fault.detail["share"], Side(fault.detail["side"]))
         note = f"{cut} connections"
-        if not rank.process.events("serving"):
+        if cut and not rank.process.events("serving"):
             # Engines say HELLO once. With one that was lost they wait for minutes, and are started again then.
             await self._end_and_restart(rank, signal.SIGKILL, 0.0)
             note += ", restarted: it was joining"

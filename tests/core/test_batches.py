@@ -87,6 +87,16 @@ def test_logprobs_are_those_that_were_asked_for(wanted, row, delivered):
     assert request.sequences[0].take() == ((1,), delivered)
 
 
+def test_a_backlog_is_packed_as_soon_as_it_is_long():
+    bench = Bench(1)
+    request = bench.request(max_tokens=200)
+    (sequence,) = request.sequences
+    for sent in range(1, batches.PACK_AT_TOKENS + 1):
+        assert sequence.packed is None, sent
+        bench.batch(0, [(wire_id(request), [sent])])
+    assert list(sequence.packed) == list(range(1, batches.PACK_AT_TOKENS + 1))
+
+
 def test_a_reader_that_falls_behind_token_by_token_is_ended():
     bench = Bench(1, limits={"max_stream_buffer_bytes": 2048})
     request = bench.request(max_tokens=2000)

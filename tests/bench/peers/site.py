@@ -66,9 +66,9 @@ class Site:
     def paused(self) -> Iterator[Self]:
         """Nothing of it runs: an idle peer's timers would empty the caches of the one that is measured."""
         processes = (self.server, self._engine)
-        for process in processes:
-            process.pause()
         try:
+            for process in processes:
+                process.pause()
             yield self
         finally:
             for process in processes:
