@@ -8,12 +8,15 @@ of randomness) is in one `PickState`, so that a dry run can put it back.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import inf
-from operator import itemgetter
+from sys import float_info
 from typing import Protocol
 
 from gateway.core.costing import CostFunction, RequestValues
 from gateway.core.presets import ResolvedPolicy
 from gateway.core.ranks import RankTable
+
+_FEW = 8
+"""Of so many ranks that are not eligible their costs are rather overwritten than those of the others picked out."""
 
 
 class PickState:
@@ -68,8 +71,10 @@ class Argmin:
         is_exact = cost.formula.expression.is_integer and self._absolute < 1
         self._exact_below = (1 / self._relative if self._relative > 0 else inf) if is_exact else 0.0
         self._is_simple = self._is_random and not self._is_maximised
+        self._worst = -inf if self._is_maximised else inf
         self._last_eligible: list[int] | None = None
-        self._get: Callable[[Sequence[float]], tuple[float, ...]] | None = None
+        self._excluded: list[int] | None = None
+        self._is_known = False
 
     def pick(self, request: RequestValues, eligible: list[int] | None) -> Pick:
         """Evaluate every rank and take the best."""
@@ -96,7 +101,15 @@ class Argmin:
 
     def best(self, costs: list[float], eligible: list[int] | None) -> Pick:
         """The best of `eligible` by costs that are already computed."""
-        keys: Sequence[float] = costs if eligible is None else self._of(costs, eligible)
+        keys, ranks = costs, eligible
+        if eligible is not None:
+            excluded = self._excluded_by(eligible)
+            if excluded is None:
+                keys = list(map(costs.__getitem__, eligible))
+            else:
+                keys, ranks = costs.copy(), None
+                for rank in excluded:
+                    keys[rank] = self._worst
         if self._is_maximised:
             keys = [-key for key in keys]
         best = min(keys)
@@ -105,29 +118,29 @@ class Argmin:
             count = keys.count(best)
             if count == 1 and not self._is_rotating:
                 position = keys.index(best)
-                return (position if eligible is None else eligible[position], 1, costs)
+                return (position if ranks is None else ranks[position], 1, costs)
             is_every = count == len(keys)
             tied = range(count) if is_every else [position for position, key in enumerate(keys) if key == best]
         elif best == inf:
             self._state.all_non_finite += 1
-            tied = self._least_in_flight(eligible)
+            return self._choose(self._least_in_flight(eligible), costs)
         else:
             tied = self._within_tolerance(keys, best)
-        return self._choose(tied if eligible is None else [eligible[position] for position in tied], costs)
+        return self._choose(tied if ranks is None else [ranks[position] for position in tied], costs)
 
-    def _of(self, costs: list[float], eligible: list[int]) -> Sequence[float]:
-        """The costs of the eligible ranks. The filters give the same list again for the same ranks."""
+    def _excluded_by(self, eligible: list[int]) -> list[int] | None:
+        """The ranks that are not eligible, if they are few and the filters gave this list before, as they do again."""
         if eligible is not self._last_eligible:
-            self._last_eligible = eligible
-            self._get = None
-            return list(map(costs.__getitem__, eligible))
-        if self._get is None:
-            self._get = itemgetter(*eligible, eligible[0])  # never a single one, for which it would give no tuple
-        return self._get(costs)[:-1]
+            self._last_eligible, self._excluded, self._is_known = eligible, None, False
+        elif not self._is_known:
+            self._is_known = True
+            if self._table.size - len(eligible) <= _FEW:
+                self._excluded = list({*range(self._table.size)}.difference(eligible))
+        return self._excluded
 
     def _within_tolerance(self, keys: Sequence[float], best: float) -> Sequence[int]:
         """Ascending positions of the keys that tie with the best."""
-        limit = best + max(self._relative * abs(best), self._absolute)
+        limit = min(best + max(self._relative * abs(best), self._absolute), float_info.max)
         position = keys.index(best)
         # Under load ties are rare, and a second `min` is cheaper than comparing costs one by one.
         others = [*keys]
@@ -137,9 +150,9 @@ class Argmin:
 
     def _least_in_flight(self, eligible: list[int] | None) -> Sequence[int]:
         column = self._table.in_flight
-        counts = column if eligible is None else [column[rank] for rank in eligible]
-        least = min(counts)
-        return [position for position, count in enumerate(counts) if count == least]
+        ranks = range(self._table.size) if eligible is None else eligible
+        least = min(column[rank] for rank in ranks)
+        return [rank for rank in ranks if column[rank] == least]
 
     def _choose(self, tied: Sequence[int], costs: list[float]) -> Pick:
         """Decide among equals; `tied` is ascending and not empty. A rotating scan moves on even without a tie."""

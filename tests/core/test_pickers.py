@@ -4,6 +4,8 @@ from collections import Counter
 from math import inf, isnan
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.config.schema import Policy as PolicySettings
 from gateway.config.schema import TieTolerance
@@ -212,3 +214,36 @@ def test_p2c_with_few_eligible():
     assert chosen(policy, 20) == [1] * 20
     block(table, 1)
     assert chosen(policy, 3) == [0] * 3
+
+
+COSTS = ("in_flight", "in_flight * 0.5 + 0.0", "1 / in_flight", "-in_flight * 1.0", "in_flight + 1e308 * 1.5")
+
+
+@settings(max_examples=300)
+@given(
+    loads=st.lists(st.integers(0, 3), min_size=2, max_size=14),
+    out=st.sets(st.integers(0, 13)),
+    cost=st.sampled_from(COSTS),
+    objective=st.sampled_from(["min", "max"]),
+    tie_break=st.sampled_from(["first", "rotate", "random"]),
+    relative=st.sampled_from([0.0, 0.01, 10.0]),
+    seed=st.integers(0, 9),
+)
+def test_a_list_of_eligible_ranks_that_comes_again_changes_nothing(
+    loads, out, cost, objective, tie_break, relative, seed
+):
+    table = make_table(len(loads))
+    for rank, load in enumerate(loads):
+        for _ in range(load):
+            charge(table, rank)
+    options = PolicySettings(
+        cost=cost, objective=objective, tie_break=tie_break, tie_tolerance=TieTolerance(relative=relative)
+    )
+    same, fresh = (make_policy(table, options, seed=seed)._picker for _ in range(2))
+    eligible = [rank for rank in range(len(loads)) if rank not in out] or [0]
+    request = (0.0, 10, 0, 10, 10, 0, 0.0)
+    for _ in range(4):
+        rank, ties, costs = same.pick(request, eligible)
+        assert (rank, ties, costs) == fresh.pick(request, [*eligible])
+        assert rank in eligible
+        assert ties <= len(eligible)
