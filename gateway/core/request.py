@@ -165,6 +165,8 @@ class Request:
         "error",
         "first_token_at",
         "handle",
+        "is_accounted",
+        "is_answered",
         "is_cached",
         "last_rank",
         "phase",
@@ -193,6 +195,7 @@ class Request:
         self.place: Place | None = None
         self.cache_key: bytes | None = None
         self.is_cached = False
+        self.is_accounted = self.is_answered = False
         n = arrived.n
         self.sequences = [Sequence(self, 0)] if n == 1 else [Sequence(self, index) for index in range(n)]
         self.unfinished = n
@@ -217,3 +220,15 @@ class Request:
         for sequence in self.sequences:
             sequence.attempt = None
         self.sequences.clear()
+
+    def answered(self) -> None:
+        """Its answer is out, or nobody waits for one: whoever says this needs it no more."""
+        self.is_answered = True
+        if self.is_accounted:
+            self.unlink()
+
+    def accounted(self) -> None:
+        """Its end was counted and logged: whoever says this needs it no more."""
+        self.is_accounted = True
+        if self.is_answered:
+            self.unlink()

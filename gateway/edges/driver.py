@@ -75,6 +75,18 @@ class Link(Protocol):
         ...
 
 
+class Writes(Protocol):
+    """Transports that output was pushed to: they write together."""
+
+    def hold(self) -> None:
+        """Output follows, and `write_all` behind it in the same turn."""
+        ...
+
+    def write_all(self) -> None:
+        """Write. Must not block."""
+        ...
+
+
 class Driver:
     """Owns the router. `emit` for events, `submit` for requests."""
 
@@ -91,6 +103,8 @@ class Driver:
         self.router = router
         self.clock = clock
         self.link: Link | None = None
+        # Of the transport that sinks push to.
+        self.writes: Writes | None = None
         # Set when the process begins to stop, before the core refuses requests: what asks for its health shall go
         # elsewhere, what has not asked yet is still served.
         self.is_stopping = False
@@ -265,6 +279,10 @@ class Driver:
         self._pass_on(items if self._pacing is None else self._pacing.select(items))
 
     def _pass_on(self, items: list[Sequence | Request]) -> None:
+        """Output goes to its sinks and out; what is counted and logged of ends comes behind that."""
+        writes, ended = self.writes, []
+        if writes is not None:
+            writes.hold()
         for item in items:
             if type(item) is Sequence:
                 try:
@@ -273,11 +291,16 @@ class Driver:
                     self._on_defect("flush", error)
                     self.cancel(item.request, Reason.INTERNAL)
             elif isinstance(item, Request):
-                try:
-                    self._on_ended(item)
-                except Exception as error:  # noqa: BLE001 - as above; the handler must still learn of the end
-                    self._on_defect("end", error)
+                ended.append(item)
                 try:
                     item.sink.end(item)
                 except Exception as error:  # noqa: BLE001 - as above
                     self._on_defect("end", error)
+        if writes is not None:
+            writes.write_all()
+        for request in ended:
+            try:
+                self._on_ended(request)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._on_defect("end", error)
+            request.accounted()

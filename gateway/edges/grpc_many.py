@@ -281,7 +281,7 @@ class ManyStream(StreamSink):
             self.idle_since = self._gate.clock()
         for sequence in request.sequences:
             self._heads.pop(sequence, None)
-        request.unlink()
+        request.answered()
         return _encode_error(request_id, request.error) if request.error is not None else None
 
     def _new_head(self, sequence: Sequence) -> bytes:

@@ -65,6 +65,7 @@ class GrpcServers:
         reloader: Reloader | None = None,
     ) -> None:
         self._config = config
+        self._driver = driver
         self._security = Security(config.listen) if security is None else security
         self.gate = CallGate(config)
         self._gateway = GatewayService(config, driver, self.gate)
@@ -86,6 +87,7 @@ class GrpcServers:
             services = (self._gateway.service, *self._engine_services)
             connections = max_connections(self._config)
             self.grpc_address = await self._serve("grpc", listen.grpc, services, connections, self.gate)
+            self._driver.writes = grpc_transport.writes_of(self._servers[0])
             connections = min(connections, MAX_ADMIN_CONNECTIONS)
             self.admin_address = await self._serve("admin", listen.admin, (self._admin.service,), connections)
         except ListenError:

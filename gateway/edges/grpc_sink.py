@@ -38,7 +38,7 @@ class StreamSink:
     def end(self, request: Request) -> None:
         """The request is over; what is pending still goes out, unless the reader was too slow for it."""
         if self._is_closed:
-            request.unlink()  # nobody else will
+            request.answered()  # nobody else will
             return
         if request.error is not None and request.error.reason is Reason.SLOW_READER:
             others = [item for item in self.pending if isinstance(item, Request) or item.request is not request]

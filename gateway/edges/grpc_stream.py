@@ -41,7 +41,7 @@ async def serve_request(
         # A no-op once the request has ended; else the client is gone or its transport failed.
         driver.cancel(request, call.early_end(driver.clock()))
     trailing = (*echo, *trailing_metadata(request))
-    request.unlink()
+    request.answered()
     failure = stream.failure or request.error
     if failure is not None and farewell is None:
         await abort_with(context, failure, trailing)

@@ -16,6 +16,7 @@ from gateway.edges.security import Security
 from gateway.h2.protocol.limits import Limits
 from gateway.h2.server import Server
 from gateway.h2.server.faults import Faults
+from gateway.h2.server.writes import Writes
 
 # Clients may be told at once that each of the calls of a full connection is not wanted any more, and a little later again.
 _RESETS_PER_STREAM = 2.0
@@ -63,6 +64,11 @@ def configure(server: RpcServer, config: Config) -> None:
     """Go by what can change while a server runs. The library was told nothing of it."""
     if isinstance(server, Server):
         server.set_unread_timeout(_unread_timeout_s(config))
+
+
+def writes_of(server: RpcServer) -> Writes | None:
+    """What gathers the writes of a server that has started; the library writes by itself."""
+    return server.writes if isinstance(server, Server) else None
 
 
 def fast_limits(config: Config, connections: int) -> Limits:

@@ -196,7 +196,7 @@ class StreamWriter(StreamSink, ABC):
             block = trailing_block(request)
             self.close()
             call.finish(0, "", block)
-        request.unlink()
+        request.answered()
 
     def _say_farewell(self, call: DirectCall, request: Request) -> bool:
         """Whether the stream ends in order in spite of the error."""
@@ -230,7 +230,7 @@ class StreamWriter(StreamSink, ABC):
         request, has_ended = self._request, self._has_ended()
         self.close()
         if has_ended:
-            request.unlink()
+            request.answered()
         else:
             self._driver.cancel(request, Reason.DEADLINE_EXCEEDED if is_late else Reason.CANCELLED)
 
@@ -253,7 +253,7 @@ class StreamWriter(StreamSink, ABC):
         self._driver.cancel(request, Reason.SLOW_READER)
         self._fail(call, request, self.failure)
         if has_ended:
-            request.unlink()
+            request.answered()
 
     def end_idle(self) -> None:
         """See `Watchable`; a stream with one request never is."""

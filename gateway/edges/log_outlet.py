@@ -1,4 +1,4 @@
-"""Where log lines go: a stream that is never waited for, and lines that leave together at the end of a loop turn.
+"""Where log lines go: a stream that is never waited for, and lines that leave together a moment later.
 
 A log stream that cannot be written to (closed, full disk, broken pipe) costs its lines, never a request: losses are
 counted in `LineLogger.lost`.
@@ -11,7 +11,9 @@ import stat
 from collections.abc import Callable
 from typing import Any, BinaryIO, ClassVar
 
-MAX_WAITING_BYTES = 64 * 1024
+MAX_WAITING_BYTES = 16 * 1024
+"""A quarter of what a pipe holds: its reader need not have read everything."""
+MAX_DELAY_S = 0.05
 _BYTES_PER_LINE = 400
 """What a line is taken for, besides its longest field, before it is encoded."""
 
@@ -32,7 +34,8 @@ class Outlet:
         # Behind them, not encoded yet.
         self.unencoded: list[Any] = []
         self._waiting_bytes = 0
-        self._is_planned = False
+        # Whose timer will write what waits then.
+        self._planned_on: asyncio.AbstractEventLoop | None = None
 
     def write(self, line: bytes) -> bool:
         """Write a line with its newline; False when the stream can't take (all of) it now."""
@@ -50,33 +53,35 @@ class Outlet:
         return True
 
     def write_soon(self, line: bytes) -> None:
-        """Write a line before the event loop waits again, together with others. Never raises for the stream's sake."""
-        is_planned = self._plan()
+        """Write a line within `MAX_DELAY_S`, together with others. Never raises for the stream's sake."""
         if self.unencoded:
             self._encode_all()
         self._waiting.append(line)
         self._waiting_bytes += len(line)
-        if not is_planned or self._waiting_bytes > MAX_WAITING_BYTES:
+        if self._waiting_bytes > MAX_WAITING_BYTES or not self._plan():
             self.flush()
 
     def encode_soon(self, line: object, size: int) -> None:
         """The same with a line that is encoded then, in one step with others; its longest field has `size` bytes."""
-        unencoded = self.unencoded
-        is_planned = self._is_planned or self._plan()
-        unencoded.append(line)
+        self.unencoded.append(line)
         self._waiting_bytes += size + _BYTES_PER_LINE
-        if not is_planned or self._waiting_bytes > MAX_WAITING_BYTES:
+        if self._waiting_bytes > MAX_WAITING_BYTES or not self._plan():
             self.flush()
 
     def _plan(self) -> bool:
-        """Write behind all callbacks that are due by now. False if no loop runs: nobody would write later."""
-        if not self._is_planned:
-            try:
-                asyncio.get_running_loop().call_soon(self.flush)
-            except RuntimeError:
-                return False
-            self._is_planned = True
+        """Write soon. False if no loop runs: nobody would write later."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        if loop is not self._planned_on:
+            loop.call_later(MAX_DELAY_S, self._on_time)
+            self._planned_on = loop
         return True
+
+    def _on_time(self) -> None:
+        self._planned_on = None
+        self.flush()
 
     def _encode_all(self) -> None:
         lines, self.unencoded = self.unencoded, []
@@ -84,7 +89,6 @@ class Outlet:
 
     def flush(self) -> None:
         """Write what waits. Never raises for the stream's sake."""
-        self._is_planned = False
         if self.unencoded:
             if self._ready is None and not self._waiting:
                 # They need not be told apart.

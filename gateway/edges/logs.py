@@ -5,7 +5,7 @@ console renderer and what it imports are loaded only when asked for. Prompts and
 never logged. `gateway.edges.log_outlet` has the stream.
 
 Terminal lines are most of all lines. As JSON they don't go through structlog: they are encoded in one step, and those of
-one loop turn leave in one write. A line of any other kind leaves at once, behind them.
+a twentieth of a second leave in one write. A warning and a line of any other kind leave at once, behind them.
 """
 
 import atexit
@@ -121,7 +121,6 @@ class _TerminalWriter:
         # The logger that `_name` belongs to; None until the next line.
         self.log: FilteringBoundLogger | None = None
         self._name: str | UnsetType | None = None
-        self._turn_at = datetime.now(UTC)
 
     def write(self, log: FilteringBoundLogger, line: TerminalLine) -> bool:
         """Write a line of `log`; False if it must go the long way."""
@@ -134,14 +133,10 @@ class _TerminalWriter:
             return False
         outlet = self.outlet
         line.logger = self._name
+        line.timestamp = datetime.now(UTC)
         if line.error is None:
-            # Lines of one turn have one time.
-            if not outlet.unencoded:
-                self._turn_at = datetime.now(UTC)
-            line.timestamp = self._turn_at
             outlet.encode_soon(line, len(line.request_id))
             return True
-        line.timestamp = datetime.now(UTC)
         try:
             outlet.write_soon(_encode(line) + b"\n")
         except (TypeError, ValueError):  # as in `_render_json`: an error may quote anything
@@ -151,7 +146,7 @@ class _TerminalWriter:
         return True
 
     def flush(self) -> None:
-        """Write what still waits: the process may end within a loop turn."""
+        """Write what still waits: the process may end before its time has come."""
         self.outlet.flush()
 
 

@@ -25,6 +25,32 @@ async def test_tokens_of_one_turn_leave_in_one_flush_and_the_end_follows():
     assert sink.ended == [request]
 
 
+async def test_output_and_ends_are_written_before_they_are_accounted_for_and_who_answered_may_let_go(monkeypatch):
+    site, order = Site(1), []
+
+    class Writes:
+        def hold(self):
+            order.append("hold")
+
+        def write_all(self):
+            order.append("write")
+
+    def account(request):
+        order.append(("account", len(request.sequences)))
+        raise ValueError("a defect")
+
+    site.driver.writes = Writes()
+    monkeypatch.setattr(site.driver, "_on_ended", account)
+    sink = Sink()
+    monkeypatch.setattr(sink, "end", lambda request: order.append("end") or request.answered())
+    request = site.submit(sink)
+    site.batch(0, (site.link.sent[0], [1], "stop"))
+    await turn()
+    assert order == ["hold", "end", "write", ("account", 1)]
+    assert site.defects == [("end", "a defect")]
+    assert request.sequences == [], "both are through with it"
+
+
 async def test_a_send_that_fails_at_once_waits_for_the_other_dispatches():
     site = Site(2)
     site.link.fails_at = 1

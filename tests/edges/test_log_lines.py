@@ -1,4 +1,4 @@
-"""Terminal lines leave together at the end of a loop turn, in their order, and none is lost or torn."""
+"""Terminal lines leave together a moment later, in their order, and none is lost or torn."""
 
 import asyncio
 import io
@@ -40,20 +40,56 @@ def ended(count, **more):
     return bench, requests
 
 
+async def due():
+    """Until lines that wait have left."""
+    await asyncio.sleep(1.2 * log_outlet.MAX_DELAY_S)
+
+
 def ids(stream):
     return [line.get("request_id", line["event"]) for line in lines(stream)]
 
 
-async def test_lines_of_one_turn_leave_in_one_write_before_the_loop_waits():
+async def test_lines_leave_in_one_write_a_moment_later():
     stream = Counted()
     logs.configure("info", "json", stream)
     bench, requests = ended(3)
     for request in requests:
         logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
     assert stream.writes == 0
-    await asyncio.sleep(0)
+    await due()
     assert stream.writes == 1
     assert ids(stream) == ["client-0", "client-1", "client-2"]
+
+
+async def test_one_timer_serves_all_lines_also_those_that_left_earlier(monkeypatch):
+    stream = configured()
+    loop, timers = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(args) or call_later(*args))
+    log = structlog.get_logger("gateway")
+    bench, requests = ended(3)
+    for request in requests:
+        logs.terminal_line(log, request, bench.now)
+        log.info("other")
+    assert len(timers) == 1
+    await asyncio.sleep(1.2 * log_outlet.MAX_DELAY_S)
+    logs.terminal_line(log, requests[0], bench.now)
+    await asyncio.sleep(1.2 * log_outlet.MAX_DELAY_S)
+    assert ids(stream)[-1] == "client-0"
+
+
+def test_a_loop_that_ended_with_lines_waiting_keeps_none_from_the_next():
+    stream = configured()
+    bench, requests = ended(2)
+
+    async def log(request, wait_s):
+        logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
+        await asyncio.sleep(wait_s)
+
+    asyncio.run(log(requests[0], 0))
+    assert not lines(stream)
+    asyncio.run(log(requests[1], 1.2 * log_outlet.MAX_DELAY_S))
+    assert ids(stream) == ["client-0", "client-1"]
 
 
 async def test_any_other_line_leaves_at_once_and_behind_them():
@@ -64,7 +100,7 @@ async def test_any_other_line_leaves_at_once_and_behind_them():
     log.info("other")
     assert ids(stream) == ["client-0", "other"]
     logs.terminal_line(log, requests[1], bench.now)
-    await asyncio.sleep(0)
+    await due()
     assert ids(stream) == ["client-0", "other", "client-1"]
 
 
@@ -84,7 +120,7 @@ async def test_what_waits_is_bounded(monkeypatch):
     for request in requests:
         logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
     assert 2 <= len(lines(stream)) < 10
-    await asyncio.sleep(0)
+    await due()
     assert ids(stream) == [f"client-{number}" for number in range(10)]
 
 
@@ -95,7 +131,7 @@ async def test_another_configuration_loses_none():
     second = configured("error")
     assert ids(first) == ["client-0"]
     logs.terminal_line(structlog.get_logger("gateway"), requests[0], bench.now)
-    await asyncio.sleep(0)
+    await due()
     assert not lines(second)
 
 
@@ -122,12 +158,12 @@ async def test_in_a_pipe_no_line_is_torn_that_fits_into_one_piece_and_each_lost_
         outlet = logs.Outlet(stream)
         pieces = []
         outlet._put = pieces.append
-        for number in range(20):
+        for number in range(12):
             outlet.write_soon(b"%03d" % number + b"x" * 1000 + b"\n")
-        await asyncio.sleep(0)
-        assert b"".join(pieces).count(b"\n") == 20
+        await due()
+        assert b"".join(pieces).count(b"\n") == 12
         assert all(piece.endswith(b"\n") and len(piece) <= select.PIPE_BUF for piece in pieces)
-        assert len(pieces) == 5
+        assert len(pieces) == 3
         del outlet._put
         os.set_blocking(writer, False)
         while outlet.write(b"y" * (select.PIPE_BUF - 1) + b"\n"):  # until it is full
@@ -135,7 +171,7 @@ async def test_in_a_pipe_no_line_is_torn_that_fits_into_one_piece_and_each_lost_
         before = logs.LineLogger.lost
         for _ in range(7):
             outlet.write_soon(b"z" * 1000 + b"\n")
-        await asyncio.sleep(0)
+        await due()
         assert logs.LineLogger.lost == before + 7
         other_end.read(1)
 
@@ -186,7 +222,7 @@ def test_who_listens_to_the_lines_hears_terminal_lines_as_well():
     assert [line["event"] for line in heard] == ["request_ended"]
 
 
-async def test_lines_of_one_turn_are_encoded_together_each_as_alone(monkeypatch):
+async def test_lines_that_wait_are_encoded_together_each_as_alone(monkeypatch):
     stream = configured()
     encoded = []
     outlet = logs._terminal.outlet
@@ -196,15 +232,15 @@ async def test_lines_of_one_turn_are_encoded_together_each_as_alone(monkeypatch)
     for request in requests:
         logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
     assert not lines(stream)
-    await asyncio.sleep(0)
+    await due()
     assert ids(stream) == ["client-0", "client-1", "client-2"]
     assert encoded == [1, 1]
     for request in (requests[0], requests[2]):
         logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
-    await asyncio.sleep(0)
+    await due()
     assert encoded == [1, 1, 2]
     *_, one, other = lines(stream)
-    assert one["timestamp"] == other["timestamp"] > lines(stream)[0]["timestamp"]
+    assert other["timestamp"] >= one["timestamp"] > lines(stream)[0]["timestamp"]
     assert (one["request_id"], other["request_id"]) == ("client-0", "client-2")
 
 
@@ -214,7 +250,7 @@ async def test_one_line_that_utf8_cannot_carry_costs_the_others_nothing():
     requests[1].sink = SimpleNamespace(rpc="\ud800")
     for request in requests:
         logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
-    await asyncio.sleep(0)
+    await due()
     first, second, third = lines(stream)
     assert (second["rpc"], second["request_id"]) == ("\\ud800", "client-1")
     assert (first["request_id"], first["n"], third["request_id"], third["n"]) == ("client-0", 1, "client-2", 1)
@@ -229,7 +265,7 @@ async def test_lines_that_wait_unencoded_are_not_torn_in_a_pipe():
         bench, requests = ended(30)
         for request in requests:
             logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
-        await asyncio.sleep(0)
+        await due()
         assert len(pieces) > 1
         assert all(piece.endswith(b"\n") and len(piece) <= select.PIPE_BUF for piece in pieces)
         found = [json.loads(line)["request_id"] for line in b"".join(pieces).splitlines()]
@@ -247,6 +283,6 @@ async def test_lines_that_could_not_be_written_count_before_they_were_encoded_as
     before = logs.LineLogger.lost
     for request in requests:
         logs.terminal_line(structlog.get_logger("gateway"), request, bench.now)
-    await asyncio.sleep(0)
+    await due()
     assert logs.LineLogger.lost == before + 3
     configured()

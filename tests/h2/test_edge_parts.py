@@ -1,5 +1,6 @@
 """Small parts of the asyncio edge: deadlines by interval, faults that are counted, addresses that are bound."""
 
+import asyncio
 import socket
 
 import pytest
@@ -9,6 +10,7 @@ from gateway.h2.protocol.errors import ErrorCode
 from gateway.h2.server.deadlines import INTERVAL_S, Deadlines
 from gateway.h2.server.faults import LOG_INTERVAL_S, Faults
 from gateway.h2.server.listener import bind
+from gateway.h2.server.writes import Writes
 
 
 class Timed:
@@ -34,6 +36,49 @@ def test_deadlines_are_kept_to_an_interval_and_never_early():
     deadlines.remove(calls[1e12], slots[1e12])
     deadlines.remove(calls[5.0], slots[5.0])
     assert not deadlines._slots
+
+
+class Connection:
+    def __init__(self, writes, *, again=0, fails=False):
+        self.writes, self.again, self.fails = writes, again, fails
+        self.count, self.is_aborted = 0, False
+
+    def write_out(self):
+        self.count += 1
+        if self.fails:
+            raise ValueError("a defect")
+        if self.again:
+            self.again -= 1
+            self.writes.soon(self)
+
+    def abort(self):
+        self.is_aborted = True
+
+
+async def test_connections_write_at_the_end_of_the_turn_or_when_who_holds_them_says_so():
+    writes = Writes(asyncio.get_running_loop())
+    at_once, later = Connection(writes), Connection(writes, again=1)
+    writes.soon(later)
+    writes.hold()
+    writes.soon(at_once)
+    assert (at_once.count, later.count) == (0, 0)
+    writes.write_all()
+    assert (at_once.count, later.count) == (1, 1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (at_once.count, later.count) == (1, 2)
+    writes.soon(at_once)
+    await asyncio.sleep(0)
+    assert at_once.count == 2
+
+
+async def test_a_connection_that_can_not_be_written_to_is_given_up_and_the_others_write():
+    writes = Writes(asyncio.get_running_loop())
+    connections = [Connection(writes, fails=number == 1) for number in range(3)]
+    for each in connections:
+        writes.soon(each)
+    await asyncio.sleep(0)
+    assert [(each.count, each.is_aborted) for each in connections] == [(1, False), (1, True), (1, False)]
 
 
 def test_faults_are_counted_and_logged_now_and_then():

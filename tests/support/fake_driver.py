@@ -184,6 +184,7 @@ class FakeDriver:
         for item in dirty:
             if isinstance(item, Request):
                 item.sink.end(item)
+                item.accounted()
             else:
                 item.sink.flush(item)
 

@@ -99,6 +99,12 @@ class Server:
             for connection in self._shared.connections | self._shared.joining:
                 connection.http.unread_timeout_s = timeout_s
 
+    @property
+    def writes(self) -> Writes:
+        """What gathers the writes of all connections, once the server has started."""
+        assert self._shared is not None
+        return self._shared.writes
+
     async def start(self) -> None:
         """Begin to serve what was bound."""
         loop = asyncio.get_running_loop()

@@ -1,7 +1,10 @@
 """One write per connection and loop turn, whatever happens in the turn."""
 
 import asyncio
+import logging
 from typing import Protocol
+
+_log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -11,6 +14,10 @@ class Writer(Protocol):
         """Hand everything that waits to the transport."""
         ...
 
+    def abort(self) -> None:
+        """Give the connection up."""
+        ...
+
 
 class Writes:
     """Collects the connections that have something to say in this turn. One callback serves them all."""
@@ -18,14 +25,26 @@ class Writes:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: list[Writer] = []
+        self._is_planned = False
 
     def soon(self, writer: Writer) -> None:
         """Let the connection write at the end of this turn. It must ask once only until it has written."""
-        if not self._waiting:
-            self._loop.call_soon(self._write_all)
         self._waiting.append(writer)
+        if not self._is_planned:
+            self._is_planned = True
+            self._loop.call_soon(self.write_all)
 
-    def _write_all(self) -> None:
+    def hold(self) -> None:
+        """Whoever calls this is about to produce what is to be written, and calls `write_all` then, without a turn between."""
+        self._is_planned = True
+
+    def write_all(self) -> None:
+        """Let them write."""
+        self._is_planned = False
         waiting, self._waiting = self._waiting, []
         for writer in waiting:
-            writer.write_out()
+            try:
+                writer.write_out()
+            except Exception:  # noqa: BLE001 - a defect with one connection must not silence the others
+                _log.exception("write_failed")
+                writer.abort()
