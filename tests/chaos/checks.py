@@ -39,6 +39,8 @@ MUST_BE_ZERO = (
     "rankgate_log_lines_lost_total",
     "rankgate_misattributed_rows_total",
 )
+LOG_DELAY_S = 0.2
+"""Terminal lines leave some time after their request."""
 PROVOKED = frozenset({"config_kept"})
 """Errors that the log should hold: a plan breaks the configuration file."""
 

@@ -98,6 +98,7 @@ async def chaos(options: Options) -> dict[str, Any]:
         load_s = await _load(site, book, memory, clients, injector, plan, options.duration_s)
         problems = await _every_rank_serves(site, clients)
         problems += await checks.at_rest(site, before)
+        await asyncio.sleep(checks.LOG_DELAY_S)
         problems += await asyncio.to_thread(checks.compare_with_log, site, book)
         growth, too_much = checks.memory_growth(memory, min(WARM_S, options.duration_s / 3))
         metrics = await asyncio.to_thread(site.metrics) if site.gateway.is_running else {}

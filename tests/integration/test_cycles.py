@@ -59,7 +59,7 @@ async def client_cancels(stack):
 
 
 async def deadline_passes(stack):
-    outcome = await generate(stack.client(), make_request((5, 6), 4000), timeout=0.2)
+    outcome = await generate(stack.client(), make_request((5, 6), 4000), timeout=0.05)
     assert outcome.code.name == "DEADLINE_EXCEEDED"
 
 
