@@ -67,6 +67,21 @@ async def test_it_sends_what_the_writer_would_and_the_end_repeats_everything(has
     assert (lane.call.code, lane.gate.streams) == (0, 0)
 
 
+async def test_ids_of_every_length_are_written_as_protobuf_writes_them():
+    lane = Lane(has_record=False)
+    edges = [0, *(1 << bits for bits in (7, 14, 19, 21, 28)), 2**32 - 1]
+    token_ids = sorted({abs(edge + step) for edge in edges for step in (-1, 0, 1)} - {2**32})
+    for token_id in token_ids:
+        lane.flush(token_id)
+    for message, token_id in zip(lane.call.messages[1:], token_ids, strict=True):
+        response = lane.pb.GenerateResponse.FromString(message)
+        assert list(response.chunk.token_ids) == [token_id]
+        assert response.SerializeToString(deterministic=True) == message, "as short as can be"
+    lane.driver.tokens(lane.request, [11], finish="length")
+    await settle()
+    assert list(lane.complete.output_ids) == [300, *token_ids, 11]
+
+
 async def test_an_end_repeats_what_was_taken_and_no_more_than_that():
     lane = Lane(has_record=True)
     lane.sequence.record.extend([5, 6], None)  # these were never let out

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.request import Record, Sequence
-from gateway.edges.varint import MEMO_LIMIT, SMALL, SMALL_VARINTS, VARINTS, varint
+from gateway.edges.varint import SMALL, SMALL_VARINTS, VARINTS, varint
 from gateway.types import TokenLogprob
 
 if TYPE_CHECKING:
@@ -74,15 +74,13 @@ def _frame(layout: Layout, index: int) -> _Frame:
     )
 
 
-_one_token: dict[int, bytes] = {}
-"""By token id: the field of token ids of a message with just one. A plain dict, see `SMALL_VARINTS`."""
+_LOW_OF_2 = [bytes((0x0A, 2, low | 0x80)) for low in range(0x80)]
+_LOW_OF_3 = [bytes((0x0A, 3, low | 0x80)) for low in range(0x80)]
+"""By its lowest seven bits: how the field of token ids begins that has a single id, whose varint has so many bytes.
 
-
-def _make_one_token(token_id: int) -> bytes:
-    field = _tagged(1, varint(token_id))
-    if len(_one_token) < MEMO_LIMIT:
-        _one_token[token_id] = field
-    return field
+The rest is the varint of the higher bits. Two small tables stay in the caches, where one of all ids would not.
+"""
+_LARGE = SMALL << 7
 
 
 class SequenceEncoder:
@@ -152,14 +150,14 @@ class SequenceEncoder:
         sequence.held_bytes = 0
         sequence.pending = ()
         token_id = pending[0]
+        if 0x7F < token_id < _LARGE:
+            field = (_LOW_OF_3 if token_id > 0x3FFF else _LOW_OF_2)[token_id & 0x7F] + SMALL_VARINTS[token_id >> 7]
+        else:
+            field = _tagged(1, varint(token_id))
         ids = self._ids
         if ids is not None:
-            ids += VARINTS[token_id]
+            ids += field[2:]  # without its tag and length
         self._completed = completed = self._completed + 1
-        try:
-            field = _one_token[token_id]
-        except KeyError:
-            field = _make_one_token(token_id)
         count = SMALL_VARINTS[completed] if completed < SMALL else VARINTS[completed]
         body = field + self._chunk_middle + count + self._chunk_end
         message = self._chunk_tag + SMALL_VARINTS[len(body)] + body
