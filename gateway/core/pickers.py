@@ -16,7 +16,7 @@ from gateway.core.presets import ResolvedPolicy
 from gateway.core.ranks import RankTable
 
 _FEW = 8
-"""Of so many ranks that are not eligible their costs are rather overwritten than those of the others picked out."""
+"""Up to so many ranks that stay out have their costs overwritten; picking the others' out would take longer."""
 
 
 class PickState:
@@ -129,7 +129,10 @@ class Argmin:
         return self._choose(tied if ranks is None else [ranks[position] for position in tied], costs)
 
     def _excluded_by(self, eligible: list[int]) -> list[int] | None:
-        """The ranks that are not eligible, if they are few and the filters gave this list before, as they do again."""
+        """The ranks that are not eligible, if they are few and this list came before: the filters give it again.
+
+        A list is for one size of the table: `Policy.configure` makes other filters and another picker.
+        """
         if eligible is not self._last_eligible:
             self._last_eligible, self._excluded, self._is_known = eligible, None, False
         elif not self._is_known:

@@ -2,7 +2,8 @@
 
 Everything here is synchronous and runs on one event loop, so nothing can come between the core's
 check and its charge. Tokens that arrive in one loop turn leave in one message per sequence. Output and
-ends leave in the order in which the core lists them, which is the preserved order where there is one.
+ends leave in the order in which the core lists them, which is the preserved order where there is one; ends are
+counted and logged when they have left.
 """
 
 import asyncio
@@ -280,27 +281,43 @@ class Driver:
 
     def _pass_on(self, items: list[Sequence | Request]) -> None:
         """Output goes to its sinks and out; what is counted and logged of ends comes behind that."""
-        writes, ended = self.writes, []
+        writes = self.writes
+        ended: list[Request] = []
         if writes is not None:
             writes.hold()
+        try:
+            self._hand_out(items, ended)
+        finally:
+            # Whatever went wrong: nobody else would write, or count.
+            if writes is not None:
+                writes.write_all()
+            for request in ended:
+                self._account_for(request)
+
+    def _hand_out(self, items: list[Sequence | Request], ended: list[Request]) -> None:
         for item in items:
             if type(item) is Sequence:
                 try:
                     item.sink.flush(item)
                 except Exception as error:  # noqa: BLE001 - one broken sink must not silence the others
                     self._on_defect("flush", error)
-                    self.cancel(item.request, Reason.INTERNAL)
+                    self._give_up(item.request)
             elif isinstance(item, Request):
                 ended.append(item)
                 try:
                     item.sink.end(item)
                 except Exception as error:  # noqa: BLE001 - as above
                     self._on_defect("end", error)
-        if writes is not None:
-            writes.write_all()
-        for request in ended:
-            try:
-                self._on_ended(request)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._on_defect("end", error)
-            request.accounted()
+
+    def _give_up(self, request: Request) -> None:
+        try:
+            self.cancel(request, Reason.INTERNAL)
+        except Exception as error:  # noqa: BLE001 - as above, and the request has its deadline
+            self._on_defect("cancel", error)
+
+    def _account_for(self, request: Request) -> None:
+        try:
+            self._on_ended(request)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._on_defect("end", error)
+        request.accounted()

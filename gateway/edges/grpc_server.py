@@ -87,7 +87,6 @@ class GrpcServers:
             services = (self._gateway.service, *self._engine_services)
             connections = max_connections(self._config)
             self.grpc_address = await self._serve("grpc", listen.grpc, services, connections, self.gate)
-            self._driver.writes = grpc_transport.writes_of(self._servers[0])
             connections = min(connections, MAX_ADMIN_CONNECTIONS)
             self.admin_address = await self._serve("admin", listen.admin, (self._admin.service,), connections)
         except ListenError:
@@ -143,6 +142,8 @@ class GrpcServers:
         bound = _bind(server, f"listen.{listener}", address, credentials)
         await server.start()
         self._servers.append(server)
+        if gate is not None:  # output is for clients only
+            self._driver.writes = grpc_transport.writes_of(server)
         return bound
 
 

@@ -8,6 +8,7 @@ import pytest
 from gateway.core.effects import AuditFound, RankStateChanged
 from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import RankLost, RankRenewed, Tick
+from gateway.h2.server.writes import Writes
 from tests.support.core import Bench
 from tests.support.driver_site import Sink, Site, turn
 
@@ -49,6 +50,34 @@ async def test_output_and_ends_are_written_before_they_are_accounted_for_and_who
     assert order == ["hold", "end", "write", ("account", 1)]
     assert site.defects == [("end", "a defect")]
     assert request.sequences == [], "both are through with it"
+
+
+async def test_two_defects_at_once_silence_nobody_else(monkeypatch):
+    site = Site(1)
+    writes = site.driver.writes = Writes(asyncio.get_running_loop())
+    broken, healthy = Sink(fails=True), Sink()
+    site.submit(broken)
+    good = site.submit(healthy)
+    first, second = site.link.sent
+    handle = site.driver.router.handle
+    site.batch(0, (first, [1], ""), (second, [2], "stop"))
+
+    def fail(*_):
+        raise AssertionError("the core is broken too")
+
+    monkeypatch.setattr(site.driver.router, "handle", fail)
+    await turn()
+    monkeypatch.setattr(site.driver.router, "handle", handle)
+    assert [where for where, _ in site.defects] == ["flush", "cancel"]
+    assert (healthy.tokens, healthy.ended, site.reported) == ([2], [good], [good])
+    site.submit(Sink(fails=True))
+    site.batch(0, (site.link.sent[-1], [1], ""))
+    monkeypatch.setattr(site.driver, "_on_defect", fail)
+    await turn()
+    written = []
+    writes.soon(SimpleNamespace(write_out=lambda: written.append(1)))
+    await turn()
+    assert written, "whatever went wrong before"
 
 
 async def test_a_send_that_fails_at_once_waits_for_the_other_dispatches():

@@ -34,7 +34,7 @@ _MAX_PARTIAL_BYTES = 16 * 1024 * 1024
 
 
 class ServerConnection(asyncio.Protocol):
-    """Passes bytes to the protocol, and its events to the calls. Writes once per loop turn."""
+    """Passes bytes to the protocol, and its events to the calls. Writes what has gathered, see `Writes`."""
 
     def __init__(self, shared: "Shared") -> None:
         self.loop = shared.loop
@@ -94,7 +94,7 @@ class ServerConnection(asyncio.Protocol):
     # What calls use.
 
     def write_soon(self) -> None:
-        """Write at the end of this loop turn."""
+        """Write at the end of this loop turn, or of the flush that this is part of."""
         if not self.is_scheduled and self._transport is not None:
             self.is_scheduled = True
             self._shared.writes.soon(self)

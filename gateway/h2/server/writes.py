@@ -1,4 +1,4 @@
-"""One write per connection and loop turn, whatever happens in the turn."""
+"""One write per connection for what is flushed together, and one for what else happens in a loop turn."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ class Writer(Protocol):
 
 
 class Writes:
-    """Collects the connections that have something to say in this turn. One callback serves them all."""
+    """Collects the connections that have something to say, and lets all of them write."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
