@@ -73,12 +73,15 @@ async def test_connections_write_at_the_end_of_the_turn_or_when_who_holds_them_s
 
 
 async def test_a_connection_that_can_not_be_written_to_is_given_up_and_the_others_write():
-    writes = Writes(asyncio.get_running_loop())
+    loop, told = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+    writes = Writes(loop)
     connections = [Connection(writes, fails=number == 1) for number in range(3)]
     for each in connections:
         writes.soon(each)
     await asyncio.sleep(0)
     assert [(each.count, each.is_aborted) for each in connections] == [(1, False), (1, True), (1, False)]
+    assert told == ["a defect"]
 
 
 def test_faults_are_counted_and_logged_now_and_then():

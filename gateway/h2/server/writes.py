@@ -1,10 +1,7 @@
 """One write per connection for what is flushed together, and one for what else happens in a loop turn."""
 
 import asyncio
-import logging
 from typing import Protocol
-
-_log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -45,6 +42,6 @@ class Writes:
         for writer in waiting:
             try:
                 writer.write_out()
-            except Exception:  # noqa: BLE001 - a defect with one connection must not silence the others
-                _log.exception("write_failed")
+            except Exception as error:  # noqa: BLE001 - a defect with one connection must not silence the others
+                self._loop.call_exception_handler({"message": "a connection was not written to", "exception": error})
                 writer.abort()
