@@ -222,13 +222,13 @@ class Request:
         self.sequences.clear()
 
     def answered(self) -> None:
-        """Its answer is out, or nobody waits for one: who says this, before or after the other and once or twice, needs it no more."""
+        """Say that its answer is out, or that nobody waits for one. The order with `accounted` is free; twice is once."""
         self.is_answered = True
         if self.is_accounted:
             self.unlink()
 
     def accounted(self) -> None:
-        """Its end was counted and logged: who says this needs it no more."""
+        """Say that its end was counted and logged. Once it is answered as well, nobody needs it any more."""
         self.is_accounted = True
         if self.is_answered:
             self.unlink()

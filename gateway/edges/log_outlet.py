@@ -32,7 +32,7 @@ class Outlet:
         self._is_cut = False
         self._waiting: list[bytes] = []
         # Behind them, not encoded yet.
-        self.unencoded: list[Any] = []
+        self._unencoded: list[Any] = []
         self._waiting_bytes = 0
         # Whose timer will write what waits then.
         self._planned_on: asyncio.AbstractEventLoop | None = None
@@ -54,7 +54,7 @@ class Outlet:
 
     def write_soon(self, line: bytes) -> None:
         """Write a line within `MAX_DELAY_S`, together with others. Never raises for the stream's sake."""
-        if self.unencoded:
+        if self._unencoded:
             self._encode_all()
         self._waiting.append(line)
         self._waiting_bytes += len(line)
@@ -63,13 +63,13 @@ class Outlet:
 
     def encode_soon(self, line: object, size: int) -> None:
         """The same with a line that is encoded then, in one step with others; its longest field has `size` bytes."""
-        self.unencoded.append(line)
+        self._unencoded.append(line)
         self._waiting_bytes += size + _BYTES_PER_LINE
         if self._waiting_bytes > MAX_WAITING_BYTES or not self._plan():
             self.flush()
 
     def _plan(self) -> bool:
-        """Write soon. False if no loop runs: nobody would write later."""
+        """Let what waits be written soon. False if no loop runs: nobody would write later."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -84,15 +84,15 @@ class Outlet:
         self.flush()
 
     def _encode_all(self) -> None:
-        lines, self.unencoded = self.unencoded, []
+        lines, self._unencoded = self._unencoded, []
         self._waiting += self._encode(lines).splitlines(keepends=True)
 
     def flush(self) -> None:
         """Write what waits. Never raises for the stream's sake."""
-        if self.unencoded:
+        if self._unencoded:
             if self._ready is None and not self._waiting:
                 # They need not be told apart.
-                unencoded, self.unencoded, self._waiting_bytes = self.unencoded, [], 0
+                unencoded, self._unencoded, self._waiting_bytes = self._unencoded, [], 0
                 self._write_data(self._encode(unencoded), len(unencoded))
                 return
             self._encode_all()
