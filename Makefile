@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0 triton==3.9.0
 # Half of the tests' time is waiting.
 JOBS ?= 2
 
-.PHONY: help setup setup-torch demo test test-grpcio fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
+.PHONY: help setup setup-torch demo test test-grpcio test-python fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
 	test-vllm-matrix docs clean
 
 help: ## this list
@@ -24,7 +24,7 @@ help: ## this list
 
 setup: $(STAMP) ## virtual environment in .venv with pinned dependencies (no torch)
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml $(wildcard gateway/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
@@ -41,6 +41,9 @@ test: $(STAMP) ## the whole test suite, in JOBS=2 processes
 
 test-grpcio: $(STAMP) ## the tests of everything northbound once more, behind grpcio instead of our own transport
 	RANKGATE_TEST_TRANSPORT=grpcio $(BIN)/python -m pytest tests/edges tests/integration tests/e2e
+
+test-python: $(STAMP) ## the tests of everything that rows pass once more, without what is compiled
+	RANKGATE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(or $(TESTS),tests/core tests/wire tests/edges tests/integration)
 
 fuzz: $(STAMP) ## ten million damaged frames for every decoder, and as many of HTTP/2 for the listener (20 minutes); FRAMES=, SEED=
 	$(BIN)/python -m tests.fuzz --frames $(or $(FRAMES),10000000) --seed $(or $(SEED),1)

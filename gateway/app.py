@@ -29,6 +29,7 @@ from gateway.edges.reload import Reloader
 from gateway.edges.security import Security
 from gateway.edges.service_manager import ServiceManager
 from gateway.edges.state_store import StateStore
+from gateway.native import compiled
 
 _DRAIN_POLL_S = 0.02
 _FLUSH_GRACE_S = 2.0
@@ -118,6 +119,7 @@ class Gateway:
             admin=self.servers.admin_address,
             metrics=self.config.listen.metrics,
             transport=self.config.listen.transport,
+            native=compiled is not None,
             tls=self.config.listen.tls is not None,
             auth=self.config.listen.auth is not None,
             handshakes=self.link.handshake_addresses,

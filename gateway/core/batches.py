@@ -1,9 +1,10 @@
 """What one engine batch does to the core: store load, append rows, collect what ended.
 
-The hot path. Per row: one dict lookup and one append; lists are made for a whole batch, and where tokens wait.
+The hot path. `gateway.core.rows` takes nearly all rows, this the others.
 """
 
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from gateway.config.schema import Config
 from gateway.core.attempts import Attempts
@@ -14,13 +15,12 @@ from gateway.core.lifecycle import TRANSITIONS, Phase
 from gateway.core.load import LoadBook
 from gateway.core.ranks import RankTable
 from gateway.core.refusals import ended_short, overrun, slow_reader
-from gateway.core.request import PACK_AT_TOKENS, Attempt, Request, Sequence
+from gateway.core.request import Attempt, Request, Sequence
+from gateway.core.rows import append_rows
 from gateway.core.strays import Strays
 from gateway.types import EngineBatch, FinishReason, TokenLogprob
 
 _STREAMING = Phase.STREAMING
-# One more is not packed yet.
-_MAX_PENDING = PACK_AT_TOKENS - 1
 Row = Seq[TokenLogprob]
 
 
@@ -95,61 +95,47 @@ class BatchIntake:
         return result
 
     def _append_rows(self, rank: int, batch: EngineBatch, now: float, dirty: list[Sequence | Request]) -> None:
-        live_on_rank = self._ledger.by_rank[rank]
-        ids, completion, cached_tokens, logprobs = (
-            batch.ids,
-            batch.completion_tokens,
-            batch.cached_tokens,
-            batch.logprobs,
-        )
-        # One walk over all columns; those that are missing say nothing of any row.
-        blank: Seq[None] = [None] * len(ids)
-        total = 0
-        for attempt, wire_id, token_ids, finish, claimed, cached, row in zip(
-            list(map(live_on_rank.get, ids)),  # ahead of the walk: then it waits less for memory
+        ids = batch.ids
+        total = append_rows(
+            self._ledger.by_rank[rank],
             ids,
             batch.token_ids,
             batch.finish,
-            blank if completion is None else completion,
-            blank if cached_tokens is None else cached_tokens,
-            blank if logprobs is None else logprobs,
-            strict=True,
-        ):
-            # Nearly every row is one more token of an attempt that goes on. It is taken here: a call would cost as much.
-            if (
-                attempt is not None
-                and not finish
-                and row is None
-                and type(token_ids) is tuple
-                and len(token_ids) == 1
-                and 0 < (before := attempt.tokens_out) < attempt.max_tokens
-                and not attempt.is_done
-                and (claimed is None or claimed == before + 1)
-                and len(pending := (sequence := attempt.sequence).pending) < _MAX_PENDING
-                and ((record := sequence.record) is None or not record.is_answer)
-            ):
-                attempt.tokens_out = before + 1
-                total += 1
-                sequence.completion_tokens += 1
-                if not pending:
-                    sequence.pending = token_ids  # most are taken before the next ones come: no list for them
-                elif type(pending) is list:
-                    pending += token_ids
-                else:
-                    sequence.pending = [*pending, *token_ids]
-                if record is not None:  # for another rank: it has room for all that an attempt may generate
-                    record.token_ids.append(token_ids[0])
-                if not sequence.is_dirty:
-                    sequence.is_dirty = True
-                    dirty.append(sequence)
-            elif attempt is None or attempt.is_done:
-                self._stray(rank, wire_id, now, is_final=finish != "")
-            else:
-                known = cached if cached is not None or cached_tokens is None else 0
-                total += self._append_row(attempt, token_ids, finish, claimed, known, row, now, dirty)
+            batch.completion_tokens,
+            batch.logprobs,
+            dirty,
+            partial(self._append_other, rank, batch, now, dirty),
+        )
         self._counters.rows += len(ids)
         self._counters.tokens[rank] += total
         self._ledger.add_tokens(rank, total)
+
+    def _append_other(
+        self,
+        rank: int,
+        batch: EngineBatch,
+        now: float,
+        dirty: list[Sequence | Request],
+        at: int,
+        attempt: Attempt | None,
+    ) -> int:
+        """A row that is more than one more token of an attempt that goes on; returns how many tokens it brought."""
+        finish = batch.finish[at]
+        if attempt is None or attempt.is_done:
+            self._stray(rank, batch.ids[at], now, is_final=finish != "")
+            return 0
+        completion, cached_tokens, logprobs = batch.completion_tokens, batch.cached_tokens, batch.logprobs
+        cached = None if cached_tokens is None else cached_tokens[at] or 0
+        return self._append_row(
+            attempt,
+            batch.token_ids[at],
+            finish,
+            None if completion is None else completion[at],
+            cached,
+            None if logprobs is None else logprobs[at],
+            now,
+            dirty,
+        )
 
     def _append_row(
         self,

@@ -31,6 +31,7 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import Event, RequestArrived, RequestCancelled, Tick
 from gateway.core.request import Request, Sequence
 from gateway.core.router import Router
+from gateway.edges.flushing import FlushItems, flush_each
 from gateway.edges.pacing import Pacing
 from gateway.types import EngineRequest
 
@@ -106,6 +107,7 @@ class Driver:
         self.link: Link | None = None
         # Of the transport that sinks push to.
         self.writes: Writes | None = None
+        self.flush_items: FlushItems = flush_each
         # Set when the process begins to stop, before the core refuses requests: what asks for its health shall go
         # elsewhere, what has not asked yet is still served.
         self.is_stopping = False
@@ -295,19 +297,24 @@ class Driver:
                 self._account_for(request)
 
     def _hand_out(self, items: list[Sequence | Request], ended: list[Request]) -> None:
-        for item in items:
+        def hand_out(item: Sequence | Request) -> None:
             if type(item) is Sequence:
                 try:
                     item.sink.flush(item)
                 except Exception as error:  # noqa: BLE001 - one broken sink must not silence the others
-                    self._on_defect("flush", error)
-                    self._give_up(item.request)
+                    self._on_broken(item, error)
             elif isinstance(item, Request):
                 ended.append(item)
                 try:
                     item.sink.end(item)
                 except Exception as error:  # noqa: BLE001 - as above
                     self._on_defect("end", error)
+
+        self.flush_items(items, hand_out, self._on_broken)
+
+    def _on_broken(self, sequence: Sequence, error: Exception) -> None:
+        self._on_defect("flush", error)
+        self._give_up(sequence.request)
 
     def _give_up(self, request: Request) -> None:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from math import copysign, inf
 
 from gateway.core.request import Sequence
-from gateway.edges.varint import VARINTS, Memo, varint
+from gateway.edges.varint import VARINTS, Memo, pack, varint
 from gateway.types import FinishReason, TokenLogprob
 from gateway.v1 import gateway_pb2
 
@@ -130,7 +130,7 @@ def _encode_response(
 
 def encode_tokens(token_ids: Seq[int]) -> bytes:
     """Field `token_ids`; not empty."""
-    payload = b"".join(map(varint, token_ids))
+    payload = pack(token_ids)
     return _TOKEN_IDS + varint(len(payload)) + payload
 
 

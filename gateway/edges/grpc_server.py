@@ -22,6 +22,7 @@ from gateway.edges.auth import FAILURES, Authenticator, Failure
 from gateway.edges.grpc_admin import AdminService
 from gateway.edges.grpc_context import Metadata, RpcContext
 from gateway.edges.grpc_direct import HeadFacts
+from gateway.edges.grpc_engine.outlet import flush_items
 from gateway.edges.grpc_gate import CallContext, CallGate
 from gateway.edges.grpc_gateway import GatewayService
 from gateway.edges.grpc_health import HealthService
@@ -144,6 +145,7 @@ class GrpcServers:
         self._servers.append(server)
         if gate is not None:  # output is for clients only
             self._driver.writes = grpc_transport.writes_of(server)
+            self._driver.flush_items = flush_items
         return bound
 
 

@@ -46,6 +46,7 @@ from gateway.edges.metrics_scheduling import SchedulingMetrics
 from gateway.edges.metrics_server import PageServer, serve_page
 from gateway.edges.reload import Reloader
 from gateway.edges.security import Security
+from gateway.native import compiled
 
 # The bounds are vLLM's, so that its panels line up; inter-token latency adds three finer ones.
 TTFT_BOUNDS = (
@@ -214,7 +215,7 @@ class Metrics(Collector):
                 time.sleep(_BREATH_S)
 
     def _gateway_families(self) -> Iterator[Metric]:
-        yield make_family(catalogue.BUILD_INFO, [((__version__,), 1)])
+        yield make_family(catalogue.BUILD_INFO, [((__version__, "no" if compiled is None else "yes"), 1)])
         yield make_family(catalogue.LIVE, [((), self._router.live_count)])
         yield make_family(catalogue.DRAINING, [((), int(self._router.is_draining))])
         yield make_family(catalogue.LOG_LINES_LOST, [((), LineLogger.lost)])

@@ -89,7 +89,9 @@ RANK_INFO = Spec(
 RANK_STATE = Spec("rank_state", "gauge", "1 for the state that the rank is in, else 0.", ("rank", "state"))
 RANK_COST = Spec("rank_cost", "gauge", "Cost of the rank in the newest decision.", ("rank",))
 SNAPSHOT_AGE = Spec("rank_snapshot_age_seconds", "gauge", "Time since the rank's last snapshot.", ("rank",))
-BUILD_INFO = Spec("build_info", "gauge", "1, with the version that runs.", ("version",))
+BUILD_INFO = Spec(
+    "build_info", "gauge", "1, with the version that runs and whether its rows are compiled.", ("version", "native")
+)
 CONFIG_INFO = Spec("config_info", "gauge", "1, with the SHA-256 of the configuration in force.", ("sha256",))
 CONFIG_RELOADS = Spec(
     "config_reload_total", "counter", "Reloads of the configuration file, by what became of them.", ("result",)

@@ -1,6 +1,8 @@
 """Protobuf varints, remembered: lengths and the token ids that a model really uses are few."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from gateway.native import compiled
 
 MEMO_LIMIT = 1 << 18
 
@@ -37,3 +39,11 @@ SMALL = 4096
 SMALL_VARINTS = [encode_varint(value) for value in range(SMALL)]
 """Those of small numbers once more: the interpreter has a short cut for lists."""
 varint = VARINTS.__getitem__
+
+
+def pack_in_python(values: Iterable[int]) -> bytes:
+    """The payload of a packed `repeated uint32`."""
+    return b"".join(map(varint, values))
+
+
+pack: Callable[[Iterable[int]], bytes] = pack_in_python if compiled is None else compiled.pack_varints

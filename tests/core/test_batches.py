@@ -5,6 +5,7 @@ import pytest
 from gateway.core import batches
 from gateway.core.errors import Reason
 from gateway.core.events import BatchReceived
+from gateway.core.outbox import PACK_AT_TOKENS
 from gateway.types import EngineBatch, Sampling, TokenLogprob
 from tests.support.core import Bench, load, wire_id
 
@@ -91,10 +92,10 @@ def test_a_backlog_is_packed_as_soon_as_it_is_long():
     bench = Bench(1)
     request = bench.request(max_tokens=200)
     (sequence,) = request.sequences
-    for sent in range(1, batches.PACK_AT_TOKENS + 1):
+    for sent in range(1, PACK_AT_TOKENS + 1):
         assert sequence.packed is None, sent
         bench.batch(0, [(wire_id(request), [sent])])
-    assert list(sequence.packed) == list(range(1, batches.PACK_AT_TOKENS + 1))
+    assert list(sequence.packed) == list(range(1, PACK_AT_TOKENS + 1))
 
 
 def test_a_reader_that_falls_behind_token_by_token_is_ended():
@@ -105,7 +106,7 @@ def test_a_reader_that_falls_behind_token_by_token_is_ended():
         bench.batch(0, [(wire_id(request), [7])])
         sent += 1
     assert request.error.reason is Reason.SLOW_READER
-    assert 2048 // 4 < sent <= 2048 // 4 + batches.PACK_AT_TOKENS
+    assert 2048 // 4 < sent <= 2048 // 4 + PACK_AT_TOKENS
 
 
 def test_strays_of_one_batch_are_bounded_and_absurd_ids_are_not_repeated(monkeypatch):

@@ -20,12 +20,14 @@ from gateway.edges.engine_link.counters import LinkCounters
 from gateway.edges.logs import LineLogger
 from gateway.edges.metrics import TTFT_BOUNDS
 from gateway.edges.metrics_families import Histogram, link_counters
+from gateway.native import compiled
 from gateway.types import EngineBatch
 from gateway.wire.common import Fault, Noise
 from tests.support.core import load, make_info, wire_id
 from tests.support.metrics_world import SinkOf, World, busy_world
 
 ROOT = Path(__file__).parents[2]
+NATIVE = "no" if compiled is None else "yes"
 RANK_LINK = "gateway/edges/engine_link/rank_link.py"
 
 
@@ -227,7 +229,7 @@ def test_ranks_have_their_load_state_and_cost():
         assert got["rankgate_rank_state", one, ("state", state.value)] == (state is RankState.READY)
     assert got["rankgate_live_requests",] == 2
     assert got["rankgate_draining",] == 0
-    assert got["rankgate_build_info", ("version", __version__)] == 1
+    assert got["rankgate_build_info", ("native", NATIVE), ("version", __version__)] == 1
 
 
 def test_what_was_never_reported_has_no_series():
@@ -324,7 +326,7 @@ def test_it_is_served_on_its_own_port_and_stops():
     port = world.metrics.start("127.0.0.1", 0)
     try:
         text = fetch(port)
-        assert f'rankgate_build_info{{version="{__version__}"}} 1.0' in text
+        assert f'rankgate_build_info{{native="{NATIVE}",version="{__version__}"}} 1.0' in text
         assert "process_cpu_seconds_total" in text
     finally:
         world.metrics.stop()

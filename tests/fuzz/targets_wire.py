@@ -7,12 +7,14 @@ from typing import Any
 
 import msgspec
 
+from gateway.native import compiled
 from gateway.types import EngineBatch
 from gateway.wire import handshake
 from gateway.wire.registry import protocol_for
 from gateway.wire.scan import MAX_ITEMS, split_array
 from gateway.wire.tokenspeed.salvage import salvage as salvage_tokenspeed
 from gateway.wire.vllm.coordinator import VllmCoordinator
+from gateway.wire.vllm.outputs import decode_compiled, decode_outputs
 from gateway.wire.vllm.salvage import Salvaged
 from gateway.wire.vllm.salvage import salvage as salvage_vllm
 from tests.fuzz.mutator import Frame
@@ -147,6 +149,18 @@ def _check_outputs(family: str) -> Check:
     return run
 
 
+def _check_compiled(payload: bytes) -> None:
+    """What is decoded by the compiled way is what the typed decoder makes of it."""
+    found = decode_compiled(payload)
+    if found is not None:
+        assert _cells(found) == _cells(decode_outputs(payload, [payload]))
+
+
+def _cells(message: Any) -> list[Any]:
+    values = [getattr(message, name) for name in EngineBatch.__struct_fields__]
+    return [list(value) if isinstance(value, (list, tuple)) else value for value in values]
+
+
 def _check_reports() -> Check:
     coordinator = VllmCoordinator()
 
@@ -204,9 +218,11 @@ def _check_handshake() -> Check:
     return run
 
 
+_COMPILED = Target("vllm_compiled", 20, vllm_corpus, lambda: lambda frame: _check_compiled(b"".join(frame[:1])))
 TARGETS = (
     Target("tokenspeed_outputs", 30, tokenspeed_corpus, lambda: _check_outputs("tokenspeed")),
     Target("vllm_outputs", 30, vllm_corpus, lambda: _check_outputs("vllm")),
+    *([] if compiled is None else [_COMPILED]),
     Target("vllm_reports", 4, report_corpus, _check_reports),
     Target("tokenspeed_salvage", 8, tokenspeed_corpus, _check_tokenspeed_salvage),
     Target("vllm_salvage", 8, vllm_corpus, _check_vllm_salvage),

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.request import Record, Sequence
-from gateway.edges.varint import SMALL, SMALL_VARINTS, VARINTS, varint
+from gateway.edges.varint import SMALL, SMALL_VARINTS, VARINTS, pack, varint
 from gateway.types import TokenLogprob
 
 if TYPE_CHECKING:
@@ -35,11 +35,6 @@ class Layout(NamedTuple):
 
 VLLM = Layout(request_id=None, chunk=1, complete=2, chunk_index=7, complete_index=8)
 TOKENSPEED = Layout(request_id=1, chunk=2, complete=3, chunk_index=6, complete_index=9)
-
-
-def pack(token_ids: Iterable[int]) -> bytes:
-    """The payload of a packed `repeated uint32`."""
-    return b"".join(map(varint, token_ids))
 
 
 def _tagged(number: int, payload: bytes | bytearray) -> bytes:
@@ -134,16 +129,18 @@ class SequenceEncoder:
     def flush(self, sequence: Sequence) -> None:
         """As a `Sink`'s, in the place of the writer's: one more token, as most flushes have, leaves by one call from here."""
         stream, pending = self.stream, sequence.pending
+        if stream is None:
+            if self.writer is not None:
+                self.writer.flush(sequence)
+            return
         if (
-            stream is None
-            or len(pending) != 1
+            len(pending) != 1
             or sequence.finish
             or sequence.logprobs is not None
             or sequence.packed is not None
             or sequence.cached_tokens != self._cached_tokens
         ):
-            if self.writer is not None:
-                self.writer.flush(sequence)
+            self._flush_any(stream, sequence)
             return
         # What `Sequence.take` and `chunk` do.
         sequence.is_dirty = False
@@ -161,6 +158,16 @@ class SequenceEncoder:
         count = SMALL_VARINTS[completed] if completed < SMALL else VARINTS[completed]
         body = field + self._chunk_middle + count + self._chunk_end
         message = self._chunk_tag + SMALL_VARINTS[len(body)] + body
+        self._send(stream, message)
+
+    def _flush_any(self, stream: "MessageStream", sequence: Sequence) -> None:
+        token_ids, logprobs = sequence.take()
+        if token_ids:
+            self._send(stream, self.chunk(token_ids, logprobs, sequence.cached_tokens))
+        if sequence.finish:
+            self._send(stream, self.complete(sequence.finish, sequence.cached_tokens, sequence.record))
+
+    def _send(self, stream: "MessageStream", message: bytes) -> None:
         if not stream.push(message) and self.writer is not None:
             self.writer.push(message)
 
@@ -176,7 +183,7 @@ class SequenceEncoder:
         """A `GenerateStreamChunk` response with new tokens (at least one); `completion_tokens` is cumulative."""
         if cached_tokens != self._cached_tokens:
             self.note_cached(cached_tokens)
-        ids = b"".join(map(varint, token_ids))
+        ids = pack(token_ids)
         if self._ids is not None:
             self._ids += ids
         self._completed = completed = self._completed + len(token_ids)
@@ -239,7 +246,7 @@ def _logprob_parts(logprobs: Seq[TokenLogprob]) -> tuple[bytes, bytes]:
 
 def _top(item: TokenLogprob) -> bytes:
     values = _tagged(1, _floats([logprob for _, logprob in item.top]))
-    body = values + _tagged(2, pack(token_id for token_id, _ in item.top))
+    body = values + _tagged(2, pack([token_id for token_id, _ in item.top]))
     return b"\x1a%b%b" % (varint(len(body)), body)
 
 

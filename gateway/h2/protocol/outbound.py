@@ -21,6 +21,22 @@ def nobody() -> None:
 class Outbound:
     """The sending half of a connection."""
 
+    __slots__ = (
+        "_budgets",
+        "_control_frames",
+        "_has_sent_headers",
+        "_limits",
+        "drained",
+        "ended",
+        "is_paused",
+        "max_push_bytes",
+        "parts",
+        "peer",
+        "send_window",
+        "turns",
+        "wake",
+    )
+
     def __init__(self, limits: Limits, budgets: Budgets) -> None:
         self.parts: list[bytes] = []
         # Larger messages don't go by `Stream.push`.

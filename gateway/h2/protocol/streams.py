@@ -92,5 +92,5 @@ class Stream(_Sending):
         if not parts:
             out.wake()
         head, prefix = _framings[size] if size < _SMALL_BYTES else _framing(size)
-        parts += (head + self.id + prefix, message)
+        parts.append(head + self.id + prefix + message)
         return True

@@ -92,6 +92,9 @@ _FINISH_REASONS: Final[dict[int | None, FinishReason]] = {
     4: "stop",  # "repetition": a stop rule of the rank's own held, what was generated is complete
 }
 
+FINISH_REASONS: Final = tuple(_FINISH_REASONS.values())
+"""Of a row that goes on, then by number."""
+
 
 def finish_column(reasons: list[int | None]) -> list[FinishReason]:
     """Map wire reasons; one that isn't known here ended the request for a reason we can't tell: `error`."""

@@ -11,10 +11,12 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
+from gateway.native import compiled
 from gateway.types import EngineBatch, EngineControl, EngineMessage, FinishReason, TokenLogprob
 from gateway.wire.common import MALFORMED, MAX_PAYLOAD_BYTES, MAX_UINT32, Fault, Opaque, as_count
 from gateway.wire.protocol import Frame
 from gateway.wire.vllm.layout import (
+    FINISH_REASONS,
     PrefillStats,
     Row,
     Shifting,
@@ -48,6 +50,8 @@ class _Message(msgspec.Struct, Generic[R], array_like=True):
 
 _STEADY = msgspec.msgpack.Decoder(_Message[SteadyRow])
 _FULL = msgspec.msgpack.Decoder(_Message[Row])
+_STATS: msgspec.msgpack.Decoder[Stats] = msgspec.msgpack.Decoder(Stats)
+_NO_STATS: Final = (b"", b"\xc0")
 
 
 def decode_steady(payload: bytes) -> EngineBatch | None:
@@ -82,6 +86,36 @@ def decode_steady(payload: bytes) -> EngineBatch | None:
         load=load,
         load_fault=load_fault,
     )
+
+
+def decode_compiled(payload: bytes) -> EngineBatch | None:
+    """Decode a message of which all rows are ordinary, first ones too; None for any other. Never raises."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        return None
+    assert compiled is not None
+    found = compiled.decode_vllm(payload, FINISH_REASONS)
+    if found is None:
+        return None
+    engine_index, ids, token_ids, finish, cached_tokens, stats, taken_at_s = found
+    load, load_fault = None, None
+    if stats not in _NO_STATS:
+        try:
+            load, load_fault = read_load(_STATS.decode(stats), read_time(taken_at_s))
+        except MALFORMED:
+            return None
+    return EngineBatch(
+        ids=ids,
+        token_ids=token_ids,
+        finish=finish,
+        cached_tokens=cached_tokens,
+        engine_index=engine_index,
+        load=load,
+        load_fault=load_fault,
+    )
+
+
+decode_plain = decode_steady if compiled is None else decode_compiled
+"""The cheapest way for most messages; what it returns None for is for `decode_outputs`."""
 
 
 def decode_outputs(payload: bytes, frames: Sequence[Frame]) -> EngineMessage:

@@ -6,7 +6,7 @@ from gateway.types import EngineMessage, EngineRequest, Protocol
 from gateway.wire.common import encode_abort, open_message
 from gateway.wire.protocol import CoordinatorProtocol, Frame
 from gateway.wire.vllm.coordinator import VllmCoordinator
-from gateway.wire.vllm.outputs import decode_outputs, decode_steady
+from gateway.wire.vllm.outputs import decode_outputs, decode_plain
 from gateway.wire.vllm.requests import encode_add
 
 
@@ -38,7 +38,7 @@ class VllmProtocol:
     def decode_output(self, frames: Sequence[Frame]) -> EngineMessage:
         """Decode one message of the output socket: payload, then the aux frames its tensors point at."""
         first = frames[0] if len(frames) == 1 else None
-        if type(first) is bytes and (steady := decode_steady(first)) is not None:
-            return steady
+        if type(first) is bytes and (plain := decode_plain(first)) is not None:
+            return plain
         payload = open_message(frames)
         return decode_outputs(payload, frames) if isinstance(payload, bytes) else payload

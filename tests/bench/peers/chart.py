@@ -8,7 +8,7 @@ from tests.bench.peers.kinds import BASE, PEERS
 from tests.bench.peers.scenarios import ALL
 
 WIDTH, LABELS, BAR, GAP, TOP = 860, 110, 13, 14, 64
-COLOURS = ("#555555", "#0b6e4f", "#7fb069", "#c98b2b", "#3f6fb5", "#8d5a97", "#b5534a", "#d08aa0")
+COLOURS = ("#555555", "#0b6e4f", "#3aa17e", "#7fb069", "#c98b2b", "#3f6fb5", "#8d5a97", "#b5534a", "#d08aa0")
 DECADES = (0.1, 10.0)
 
 

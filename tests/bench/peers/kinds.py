@@ -52,7 +52,7 @@ class Peer:
         return self.path != ENGINE_SERVICE
 
 
-def _ours(transport: str) -> Callable[[Place], list[object]]:
+def _ours(transport: str, *, is_compiled: bool = True) -> Callable[[Place], list[object]]:
     def command(place: Place) -> list[object]:
         listen = {name: f"127.0.0.1:{free_port()}" for name in ("admin", "metrics")}
         group = {"name": "bench", "protocol": "vllm", "handshake": f"tcp://127.0.0.1:{place.engine_port}"}
@@ -69,7 +69,8 @@ def _ours(transport: str) -> Callable[[Place], list[object]]:
         }
         file = place.directory / "gateway.json"
         file.write_text(json.dumps(config))
-        return [sys.executable, "-m", "gateway", "serve", "-c", file]
+        settings = [] if is_compiled else ["env", "RANKGATE_NATIVE=0"]
+        return [*settings, sys.executable, "-m", "gateway", "serve", "-c", file]
 
     return command
 
@@ -167,6 +168,7 @@ def _http_router(name: str) -> Callable[[Place], list[object]]:
 _PEERS = (
     Peer(name="smg", title="SMG 1.13 Rust servicer", command=_servicer, same_job=True),
     Peer(name="fast", title="ours, transport fast", command=_ours("fast"), same_job=True),
+    Peer(name="python", title="ours, fast, not compiled", command=_ours("fast", is_compiled=False), same_job=True),
     Peer(name="grpcio", title="ours, transport grpcio", command=_ours("grpcio"), same_job=True),
     Peer(name="prototype", title="plain grpc.aio prototype", command=_prototype),
     Peer(name="envoy", title="Envoy, bare gRPC proxy", command=_envoy, engine="grpc"),

@@ -66,6 +66,9 @@ _EVERYWHERE = (
 )
 _DIRECT = (
     Scenario(name="short1k", unit="us_per_request", tokens=1, streams=8, prompt_tokens=1000),
+    # Within long answers: rows, and hardly a request that begins or ends.
+    _paced("rows256", 8, 32, tokens=512),
+    _paced("rows1024", 8, 128, tokens=512),
     _paced("paced64", 8, 8),
     _paced("paced1024", 8, 128),
     _paced("paced4096", 8, 512, step_ms=40.0, ramp_s=2.56, warm_s=4.5),

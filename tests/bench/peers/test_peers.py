@@ -137,7 +137,7 @@ def test_ratios_are_to_the_direct_peer():
     assert "5.00 [4.00-7.00]" in text
     assert "0.50x" in text
     assert "0.50x" in chart(results)
-    assert "| flood, µs/token | 10 [8-12] | 5 [4-7] (0.50x) |  |" in markdown.tables(results)
+    assert "| flood, µs/token | 10 [8-12] | 5 [4-7] (0.50x) |  |  |" in markdown.tables(results)
 
 
 def test_the_cost_of_a_batch_is_the_slope():
@@ -151,7 +151,7 @@ def test_the_cost_of_a_batch_is_the_slope():
 
 def test_every_scenario_names_a_figure_that_runs_have():
     assert {scenario.unit for scenario in ALL.values()} <= {name for name, _ in report.COLUMNS}
-    assert {"smg", "fast", "grpcio"} == {name for name, peer in PEERS.items() if peer.same_job}
+    assert {"smg", "fast", "python", "grpcio"} == {name for name, peer in PEERS.items() if peer.same_job}
 
 
 def test_the_hash_is_fnv1a():
