@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0 triton==3.9.0
 # Half of the tests' time is waiting.
 JOBS ?= 2
 
-.PHONY: help setup setup-torch demo test test-grpcio test-python fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
+.PHONY: help setup setup-torch demo test test-grpcio test-python test-sanitized fuzz chaos lint types protos bench bench-peers bench-scheduling test-peers setup-vllm test-vllm \
 	test-vllm-matrix docs clean
 
 help: ## this list
@@ -44,6 +44,15 @@ test-grpcio: $(STAMP) ## the tests of everything northbound once more, behind gr
 
 test-python: $(STAMP) ## the tests of everything that rows pass once more, without what is compiled
 	RANKGATE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(or $(TESTS),tests/core tests/wire tests/edges tests/integration)
+
+SANITIZED := build/sanitized
+test-sanitized: $(STAMP) ## tests/native with what is compiled under gcc's address and undefined-behaviour sanitizers
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r gateway tests protos pyproject.toml $(SANITIZED) && rm -f $(SANITIZED)/gateway/native/*.so
+	gcc -O1 -g -fwrapv -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=undefined -shared -fPIC \
+		-I$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('include'))") $(SANITIZED)/gateway/native/*.c \
+		-o $(SANITIZED)/gateway/native/_native.so
+	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=. \
+		$(CURDIR)/$(BIN)/python -m pytest tests/native
 
 fuzz: $(STAMP) ## ten million damaged frames for every decoder, and as many of HTTP/2 for the listener (20 minutes); FRAMES=, SEED=
 	$(BIN)/python -m tests.fuzz --frames $(or $(FRAMES),10000000) --seed $(or $(SEED),1)
@@ -77,7 +86,7 @@ bench-scheduling: $(STAMP) ## direct, queue and batch compared in virtual time (
 $(BENCH_PEERS)/failed.json: tests/bench/peers/install.py
 	$(BIN)/python -m tests.bench.peers.install
 
-bench-peers: $(STAMP) $(BENCH_PEERS)/failed.json ## the gateway beside its peers (16 minutes); SCENARIOS=, PEERS=, REPEATS=5, OUT=
+bench-peers: $(STAMP) $(BENCH_PEERS)/failed.json ## the gateway beside its peers (20 minutes); SCENARIOS=, PEERS=, REPEATS=5, OUT=
 	$(BIN)/python -m tests.bench.peers $(if $(SCENARIOS),--scenarios $(SCENARIOS)) $(if $(PEERS),--peers $(PEERS)) \
 		$(if $(REPEATS),--repeats $(REPEATS)) $(if $(OUT),--out $(OUT))
 
