@@ -109,7 +109,7 @@ def test_every_row_in_an_ordinary_state(record, has_column):
 
 
 @pytest.mark.parametrize("record", ["none", "lasting", "spoiled"])
-@pytest.mark.parametrize("pending", [(), (1,), [1, 2]], ids=repr)
+@pytest.mark.parametrize("pending", [(), (1,), [1, 2]], ids=lambda value: type(value).__name__)
 def test_ordinary_rows_are_for_nobody_else(pending, record):
     batch = ordinary(pending=pending, record=record)
     world = World(batch)
@@ -180,7 +180,7 @@ GOOD = [{}, ["a"], [(1,)], [""], None, None, [], lambda at, attempt: 5]
         *((7, bad) for bad in (None, 5, lambda: 5, lambda at, attempt: None, lambda at, attempt: "x")),
         *((1, [bad]) for bad in (None, 5, b"a", ("a",), [])),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_arguments_of_other_kinds_are_refused(at, bad):
     assert append_compiled(*GOOD) == 5
@@ -223,7 +223,9 @@ def test_each_slot_is_needed(at, slot):
         Intake(*classes, MAX_PENDING)
 
 
-@pytest.mark.parametrize("thing", [object(), 5, None, "x", Sequence, Attempt.__new__(Attempt)], ids=repr)
+@pytest.mark.parametrize(
+    "thing", [object(), 5, None, "x", Sequence, Attempt.__new__(Attempt)], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_whole_attempt_is_for_somebody_else(thing):
     asked = []
     total = append_compiled(

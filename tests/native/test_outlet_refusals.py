@@ -22,7 +22,9 @@ def test_arguments_of_other_kinds_are_refused(arguments):
     assert flush_compiled([], None, None) is None
 
 
-@pytest.mark.parametrize("item", [None, 5, "x", object(), Sequence.__new__(Sequence)], ids=repr)
+@pytest.mark.parametrize(
+    "item", [None, 5, "x", object(), Sequence.__new__(Sequence)], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_whole_sequence_is_for_somebody_else(item):
     asked = []
     flush_compiled([item] * 20, asked.append, None)
@@ -54,7 +56,9 @@ SLOTS = {
 
 @pytest.mark.parametrize(("at", "slot"), [(at, slot) for at, slots in SLOTS.items() for slot in slots])
 @pytest.mark.parametrize(
-    "value", [object(), "unset", -1, 1.5, "x", b"x", [object()], (-1,), (2**32,), (1.0,)], ids=repr
+    "value",
+    [object(), "unset", -1, 1.5, "x", b"x", [object()], (-1,), (2**32,), (1.0,)],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_in_disorder_is_for_somebody_else_and_no_crash(at, slot, value):
     world, asked = World([Link()]), []

@@ -94,7 +94,7 @@ def test_an_array_with_what_is_no_such_number(kind):
         pack_varints(array(kind, [1, -1]))
 
 
-@pytest.mark.parametrize("values", [None, 5, 1.5, object()], ids=str)
+@pytest.mark.parametrize("values", [None, 5, 1.5, object()], ids=lambda value: type(value).__name__)
 def test_what_cannot_be_iterated_is_refused(values):
     with pytest.raises(TypeError):
         pack_varints(values)
