@@ -6,7 +6,7 @@ whole batch, and where tokens wait. `gateway.native` has the same in C; this is 
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Final, Protocol
+from typing import Final
 
 from gateway.core.outbox import PACK_AT_TOKENS, Record
 from gateway.core.request import Attempt, Request, Sequence
@@ -15,30 +15,6 @@ from gateway.types import FinishReason, TokenLogprob
 
 MAX_PENDING: Final = PACK_AT_TOKENS - 1
 """One token more is not packed yet."""
-
-
-class AppendRows(Protocol):
-    """Appends ordinary rows, and calls `other` with position and attempt of every row that is not; in order.
-
-    The columns are parallel to `ids`; None for a column that the batch lacks. Sequences that were not yet in `dirty` are
-    listed there. Returns how many tokens there were; `other` says how many its row brought. Raises ValueError for columns
-    of different lengths.
-    """
-
-    def __call__(
-        self,
-        live: dict[str, Attempt],
-        ids: Seq[str],
-        token_ids: Seq[Seq[int]],
-        finish: Seq[FinishReason],
-        completion: Seq[int] | None,
-        logprobs: Seq[Seq[TokenLogprob] | None] | None,
-        dirty: list[Sequence | Request],
-        other: Callable[[int, Attempt | None], int],
-        /,
-    ) -> int:
-        """Append them."""
-        ...
 
 
 def append_in_python(
@@ -52,7 +28,12 @@ def append_in_python(
     other: Callable[[int, Attempt | None], int],
     /,
 ) -> int:
-    """See `AppendRows`."""
+    """Append ordinary rows, and call `other` with position and attempt of every row that is not; in order.
+
+    The columns are parallel to `ids`; None for a column that the batch lacks. Sequences that were not yet in `dirty` are
+    listed there. Returns how many tokens there were; `other` says how many its row brought. Raises ValueError for columns
+    of different lengths.
+    """
     # One walk over all columns; those that are missing say nothing of any row.
     blank: Seq[None] = [None] * len(ids)
     total = 0
@@ -97,6 +78,6 @@ def append_in_python(
     return total
 
 
-append_rows: AppendRows = (
-    append_in_python if compiled is None else compiled.Intake(Attempt, Sequence, Record, MAX_PENDING).append
-)
+append_rows = append_in_python
+if compiled is not None:
+    append_rows = compiled.Intake(Attempt, Sequence, Record, MAX_PENDING).append

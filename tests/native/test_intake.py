@@ -13,7 +13,7 @@ from gateway.core.outbox import Record
 from gateway.core.request import Attempt, Sequence
 from gateway.core.rows import MAX_PENDING, append_in_python
 from tests.support.intakes import LARGE, LOGPROBS, TOKENS, Batch, Given, Row, World
-from tests.support.native import compiled_or_skip, slots_of
+from tests.support.native import assert_references_stay, compiled_or_skip, slots_of
 
 Intake = compiled_or_skip().Intake
 append_compiled = Intake(Attempt, Sequence, Record, MAX_PENDING).append
@@ -137,12 +137,7 @@ def test_nothing_is_kept_or_lost_of_what_it_was_given():
         world.dirty.clear()
         append_compiled(world.live, *columns[:3], None, None, world.dirty, world.other)
 
-    for _ in range(3):
-        once()
-    before = counts()
-    for _ in range(50):
-        once()
-    assert counts() == before
+    assert_references_stay(once, counts)
     with pytest.raises(LookupError):
         append_compiled(world.live, ["id0"], [[1]], [""], None, None, [], world.other)
 

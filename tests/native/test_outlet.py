@@ -14,7 +14,7 @@ from gateway.edges.grpc_engine import outlet
 from gateway.edges.grpc_engine.encode import TOKENSPEED, VLLM, SequenceEncoder
 from gateway.h2.protocol.outbound import Outbound
 from gateway.h2.protocol.streams import Stream
-from tests.support.native import compiled_or_skip
+from tests.support.native import assert_references_stay, compiled_or_skip
 from tests.support.outlets import AMPLE, Channel, Link, Outbox, World
 
 Outlet = compiled_or_skip().Outlet
@@ -264,9 +264,4 @@ def test_nothing_is_kept_or_lost_of_what_it_was_given():
         gc.collect()
         return [sys.getrefcount(thing) for thing in watched if thing is not None]
 
-    for _ in range(3):
-        once()
-    before = counts()
-    for _ in range(50):
-        once()
-    assert counts() == before
+    assert_references_stay(once, counts)

@@ -143,6 +143,8 @@ def preload() -> None:
     from vllm.model_executor.models.mixtral import MixtralForCausalLM
 
     torch.set_num_threads(1)
+    # vLLM picks AMX kernels by what the CPU has, and leaves it to others to ask the kernel for tiles: SIGILL without that.
+    torch.cpu._init_amx()
     # As classes: by their names each rank would look at them in a process of its own, which imports everything again.
     for model in (LlamaForCausalLM, MixtralForCausalLM):
         ModelRegistry.register_model(model.__name__, model)

@@ -1,6 +1,7 @@
 """For tests of what is written twice, in C and in Python: whole objects, to be held against each other."""
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,3 +34,13 @@ def plain(value: Any, names: dict[int, str]) -> Any:
     if isinstance(value, dict):
         return "dict", [(plain(key, names), plain(item, names)) for key, item in value.items()]
     return type(value).__name__, bytes(value) if isinstance(value, bytearray) else value
+
+
+def assert_references_stay(once: Callable[[], object], counts: Callable[[], object]) -> None:
+    """Doing it fifty times more leaves as many references as before."""
+    for _ in range(3):
+        once()
+    before = counts()
+    for _ in range(50):
+        once()
+    assert counts() == before
