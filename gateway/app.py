@@ -21,7 +21,7 @@ from gateway.core.request import Request
 from gateway.core.router import Router
 from gateway.edges import logs
 from gateway.edges.driver import Driver
-from gateway.edges.engine_link.link import EngineLink
+from gateway.edges.engine_link.link import LOOK_S, EngineLink
 from gateway.edges.grpc_engine import engine_service
 from gateway.edges.grpc_server import GrpcServers
 from gateway.edges.metrics import Metrics
@@ -29,6 +29,7 @@ from gateway.edges.reload import Reloader
 from gateway.edges.security import Security
 from gateway.edges.service_manager import ServiceManager
 from gateway.edges.state_store import StateStore
+from gateway.edges.ticks import INTERVAL_S
 from gateway.native import compiled
 
 _DRAIN_POLL_S = 0.02
@@ -84,6 +85,8 @@ class Gateway:
             config, emit=self._on_engine_event, log=self.log, store=store, client_index=seat.client_index
         )
         self.driver.link = self.link
+        self.driver.ticks.every(LOOK_S, self.link.look)
+        self.driver.ticks.every(INTERVAL_S, logs.write_waiting)
         self.driver.configure(config)
         self.security = Security(config.listen)
         self.reloader = None if load is None else self._make_reloader(load)
@@ -98,7 +101,6 @@ class Gateway:
             reloader=self.reloader,
         )
         self.is_ready = False
-        self._ticks: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Bind everything. Raises OSError (credentials, metrics, engine sockets) or ListenError; nothing stays bound then."""
@@ -110,7 +112,7 @@ class Gateway:
         except BaseException:
             await self._close()
             raise
-        self._ticks = asyncio.create_task(self.driver.run_ticks(), name="ticks")
+        self.driver.ticks.start()
         self._check_ready()
         self.log.info(
             "started",
@@ -198,10 +200,7 @@ class Gateway:
             self.metrics.start(host.strip("[]"), int(port))
 
     async def _close(self) -> None:
-        if self._ticks is not None:
-            self._ticks.cancel()
-            await asyncio.gather(self._ticks, return_exceptions=True)
-            self._ticks = None
+        self.driver.ticks.stop()
         await self.servers.stop(_FLUSH_GRACE_S)
         await self.link.close()
         self.metrics.stop()

@@ -58,6 +58,14 @@ class Readings:
         return len(self._parts.dispatcher) if self._parts.dispatcher is not None else 0
 
     @property
+    def is_resting(self) -> bool:
+        """Whether nothing is under way that time alone would change: a `Tick` may come later than usual."""
+        parts, states = self._parts, self.ranks.state
+        if len(parts.registry) or parts.load.foreign:
+            return False
+        return states.count(RankState.READY) + states.count(RankState.ABSENT) == len(states)
+
+    @property
     def batches(self) -> BatchesInFlight | None:
         """The batches in flight, in mode batch."""
         return self._parts.dispatcher.batches if self._parts.dispatcher is not None else None

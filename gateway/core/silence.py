@@ -4,7 +4,8 @@ An idle engine is silent, and so is one in a long prefill: neither sends anythin
 with work in flight (or with messages that the rank does not take) counts, any message sets the clock back, and prompts
 without a token get time of their own, by the most of them that there was since the last message: what was aborted
 meanwhile has cost the rank its time all the same. Time is added step by step, little of it at once: a gateway that
-stood still itself has heard nobody, which says nothing about the ranks.
+stood still itself has heard nobody, which says nothing about the ranks. Nor does the time up to the first step that
+finds work, as steps are rare while there is none.
 
 A rank that takes no messages and has no work of ours owes that it takes them: what it says meanwhile, of other gateways'
 work, doesn't count.
@@ -73,9 +74,11 @@ class Silence:
         elapsed_s = min(now - last, self._max_step_s)
         table, most_queued = self._table, self.most_queued
         silent_s, queued_tokens, half_s = table.silent_s, table.queued_tokens, self._after_s / 2
+        is_owed = False
         for rank, in_flight in enumerate(table.in_flight):
             if not in_flight and not self._owes_a_sign(rank):
                 continue
+            is_owed = True
             silent_s[rank] += elapsed_s
             if queued_tokens[rank] > most_queued[rank]:
                 most_queued[rank] = queued_tokens[rank]
@@ -86,6 +89,8 @@ class Silence:
                 over.append(rank)
             elif own_s >= half_s:
                 overdue.append(rank)
+        if not is_owed:
+            self._last_step_at = None
         return overdue, over
 
     def _owes_a_sign(self, rank: int) -> bool:

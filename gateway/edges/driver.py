@@ -33,9 +33,9 @@ from gateway.core.request import Request, Sequence
 from gateway.core.router import Router
 from gateway.edges.flushing import FlushItems, flush_each
 from gateway.edges.pacing import Pacing
+from gateway.edges.ticks import INTERVAL_S, Ticks
 from gateway.types import EngineRequest
 
-TICK_INTERVAL_S = 0.05
 _TICK = Tick()
 # Event loops count in milliseconds: a shorter timer could fire before its time, again and again.
 _MIN_TIMER_S = 0.001
@@ -122,6 +122,8 @@ class Driver:
         self._is_running = False
         self._waiting: deque[Event] = deque()
         self._pacing: Pacing | None = None
+        self.ticks = Ticks(clock, lambda: router.is_resting, lambda error: on_defect("tick", error))
+        self.ticks.every(INTERVAL_S, self._tick)
 
     def configure(self, config: Config) -> None:
         """Pass output on as the settings have it. What waits by earlier ones leaves."""
@@ -162,6 +164,8 @@ class Driver:
         if self._is_running:
             raise GatewayError(Reason.INTERNAL, "a request was submitted from within an effect")
         now = self.clock()
+        if self.ticks.rests:
+            self.ticks.wake()
         effects = self.router.handle(arrived, now)
         first = effects[0]
         # A refusal too can come with effects for others: any event may let queued requests go.
@@ -189,17 +193,8 @@ class Driver:
         if not request.is_ended:
             self.emit(RequestCancelled(request.handle, reason))
 
-    async def run_ticks(self) -> None:
-        """Give the core the time at a fixed interval until cancelled."""
-        while True:
-            await asyncio.sleep(TICK_INTERVAL_S)
-            self._tick()
-
     def _tick(self) -> None:
-        try:
-            self.emit(_TICK)
-        except Exception as error:  # noqa: BLE001 - without ticks no deadline would ever pass again
-            self._on_defect("tick", error)
+        self.emit(_TICK)
 
     def _run_all(self, effects: list[Effect]) -> None:
         """One effect's defect must not swallow the others: each may belong to another request."""
@@ -273,13 +268,17 @@ class Driver:
 
     def _tick_early(self) -> None:
         self._early_tick = None
-        self._tick()
+        try:
+            self._tick()
+        except Exception as error:  # noqa: BLE001 - as one of the regular ones
+            self._on_defect("tick", error)
 
     def _flush(self) -> None:
         # A list of its own: what a sink makes dirty from here on belongs to the next turn.
         self._is_flush_scheduled = False
         items = self.router.take_dirty()
         self._pass_on(items if self._pacing is None else self._pacing.select(items))
+        self.ticks.worked()
 
     def _pass_on(self, items: list[Sequence | Request]) -> None:
         """Output goes to its sinks and out; what is counted and logged of ends comes behind that."""

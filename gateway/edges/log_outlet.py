@@ -34,7 +34,8 @@ class Outlet:
         # Behind them, not encoded yet.
         self._unencoded: list[Any] = []
         self._waiting_bytes = 0
-        # Whose timer will write what waits then.
+        # Will write what waits then, and the loop that it is of.
+        self._timer: asyncio.TimerHandle | None = None
         self._planned_on: asyncio.AbstractEventLoop | None = None
 
     def write(self, line: bytes) -> bool:
@@ -75,12 +76,15 @@ class Outlet:
         except RuntimeError:
             return False
         if loop is not self._planned_on:
-            loop.call_later(MAX_DELAY_S, self._on_time)
+            self._timer = loop.call_later(MAX_DELAY_S, self.flush_early)
             self._planned_on = loop
         return True
 
-    def _on_time(self) -> None:
-        self._planned_on = None
+    def flush_early(self) -> None:
+        """Write what waits ahead of its time, which then does not come. On the loop of who made it wait only."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = self._planned_on = None
         self.flush()
 
     def _encode_all(self) -> None:

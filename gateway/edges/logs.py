@@ -112,6 +112,11 @@ def terminal_line(log: FilteringBoundLogger, request: Request, now: float) -> No
     write("request_ended", **set_fields(line, OWN_FIELDS_AT))
 
 
+def write_waiting() -> None:
+    """Write the lines that wait to leave with others; on the loop that they are of."""
+    _terminal.outlet.flush_early()
+
+
 class _TerminalWriter:
     """The short way of terminal lines to the stream, while it gives what the long one would."""
 

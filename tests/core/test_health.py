@@ -17,6 +17,7 @@ from gateway.core.events import (
 )
 from gateway.core.health import MAX_JOINING_S
 from gateway.core.probes import FIRST_S, MAX_S
+from gateway.core.silence import MAX_STEP_S
 from gateway.types import Sampling
 from tests.support.core import Bench, load, make_info, wire_id
 
@@ -70,6 +71,18 @@ def test_an_idle_rank_is_never_suspect():
     bench.pass_time(100 * AFTER_S, step_s=1.0)
     assert [state(bench, rank) for rank in (0, 1)] == ["READY", "READY"]
     assert not bench.probed
+
+
+def test_time_at_rest_is_no_silence():
+    """Steps are rare while nothing is in flight: the first one that finds work must not count what came before."""
+    bench = make(1)
+    bench.tick()
+    bench.tick(MAX_STEP_S / 2)
+    bench.request()
+    bench.tick(0.01)
+    assert bench.router.ranks.silent_s == [0.0]
+    bench.tick(0.05)
+    assert bench.router.ranks.silent_s == [pytest.approx(0.05)]
 
 
 def test_a_silent_rank_with_work_is_suspect_and_gets_nothing_new_until_it_is_heard():

@@ -279,8 +279,8 @@ async def test_a_hello_for_which_there_were_no_sockets_is_answered_later(monkeyp
         assert harness.logged("no_sockets_for_rank")
 
 
-async def test_more_ranks_than_one_tick_looks_at_all_get_their_turn(monkeypatch):
-    monkeypatch.setattr("gateway.edges.engine_link.link.RANKS_PER_TICK", 2)
+async def test_more_ranks_than_one_look_takes_all_get_their_turn(monkeypatch):
+    monkeypatch.setattr("gateway.edges.engine_link.link.RANKS_PER_LOOK", 2)
     async with running_link(ranks=5) as harness:
         seen = set()
         for number, rank in enumerate(harness.link._ranks):

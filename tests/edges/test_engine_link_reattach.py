@@ -24,11 +24,11 @@ REPOSITORY = Path(__file__).parents[2]
 async def gateway(tmp_path, **settings) -> AsyncIterator[LinkHarness]:
     """One gateway process's life; the engines live on."""
     harness = LinkHarness(make_config(**settings), StateStore(tmp_path / "state"))
-    await harness.link.start()
+    await harness.start()
     try:
         yield harness
     finally:
-        await harness.link.close()
+        await harness.close()
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ from tests.support.link_harness import LinkHarness, make_config
 
 async def live():
     harness = LinkHarness(make_config(transport=sys.argv[2]), StateStore(Path(sys.argv[1])))
-    await harness.link.start()
+    await harness.start()
     print(harness.link.handshake_addresses[0], flush=True)
     while not harness.joins:
         await asyncio.sleep(0.005)

@@ -21,8 +21,8 @@ class Timed:
         self.expired += 1
 
 
-def test_deadlines_are_kept_to_an_interval_and_never_early():
-    deadlines = Deadlines()
+async def test_deadlines_are_kept_to_an_interval_and_never_early():
+    deadlines = Deadlines(asyncio.get_running_loop())
     calls = {at: Timed() for at in (5.0, 5.01, 5.099, 5.1, 7.3, 1e12)}
     slots = {at: deadlines.add(call, at) for at, call in calls.items()}
     now = 4.9
@@ -36,6 +36,39 @@ def test_deadlines_are_kept_to_an_interval_and_never_early():
     deadlines.remove(calls[1e12], slots[1e12])
     deadlines.remove(calls[5.0], slots[5.0])
     assert not deadlines._slots
+    deadlines.close()
+
+
+async def test_a_timer_runs_while_there_are_deadlines():
+    loop = asyncio.get_running_loop()
+    deadlines, call, other = Deadlines(loop), Timed(), Timed()
+    assert deadlines._timer is None
+    slot = deadlines.add(call, loop.time() + 3600)
+    deadlines.add(other, loop.time() + 0.01)
+    async with asyncio.timeout(5):
+        while not other.expired:  # noqa: ASYNC110 - a deadline sends no event
+            await asyncio.sleep(0.01)
+    assert not call.expired
+    assert deadlines._timer is not None
+    deadlines.remove(call, slot)
+    async with asyncio.timeout(5):
+        while deadlines._timer is not None:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+
+
+async def test_a_call_that_fails_to_end_leaves_the_others_their_time(monkeypatch):
+    loop, told = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+    deadlines, call = Deadlines(loop), Timed()
+    broken = Timed()
+    broken.expire = lambda: 1 / 0
+    deadlines.add(broken, loop.time())
+    deadlines.add(call, loop.time() + 0.1)
+    async with asyncio.timeout(5):
+        while not call.expired:  # noqa: ASYNC110 - a deadline sends no event
+            await asyncio.sleep(0.01)
+    assert [type(error) for error in told] == [ZeroDivisionError]
+    deadlines.close()
 
 
 class Connection:

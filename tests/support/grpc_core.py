@@ -86,12 +86,11 @@ async def serve_core(*, ready: int | None = None, tokens_per_turn: int = 1, **co
     info = RankInfo(max_model_len=4096, kv_capacity_tokens=400_000, max_num_seqs=256)
     for rank in range(driver.router.ranks.size if ready is None else ready):
         driver.emit(RankJoined(rank=rank, incarnation=1, info=info))
-    ticks = asyncio.create_task(driver.run_ticks())
+    driver.ticks.start()
     try:
         async with serve(driver=driver, **config) as edge:
             core = Core(edge, driver, ranks)
             yield core
         core.assert_quiet()
     finally:
-        ticks.cancel()
-        await asyncio.gather(ticks, return_exceptions=True)
+        driver.ticks.stop()

@@ -12,6 +12,7 @@ from gateway.config.schema import Config, Coordinator, Group, Listen, Model, Soc
 from gateway.core.events import BatchReceived, Event, RankJoined, RankLost, SendBlocked, SendFailed, SendUnblocked
 from gateway.edges.engine_link import EngineLink
 from gateway.edges.state_store import StateStore
+from gateway.edges.ticks import Ticks
 from gateway.types import EngineRequest, Sampling
 from tests.support.raw_engine import RawEngine, until
 
@@ -64,6 +65,16 @@ class LinkHarness:
         self.logs = structlog.testing.LogCapture()
         log = structlog.wrap_logger(None, processors=[self.logs], wrapper_class=structlog.BoundLogger)
         self.link = EngineLink(config, emit=self.on_event, log=log, store=store)
+        self._ticks = Ticks(time.monotonic, lambda: False, self.loop_errors.append)
+        self._ticks.every(0.0, self.link.look)
+
+    async def start(self) -> None:
+        await self.link.start()
+        self._ticks.start()
+
+    async def close(self) -> None:
+        self._ticks.stop()
+        await self.link.close()
 
     def on_event(self, event: Event) -> None:
         self.events.append(event)
@@ -141,11 +152,11 @@ async def running_link(
         asyncio.get_running_loop().set_exception_handler(
             lambda loop, context: harness.loop_errors.append(context.get("exception"))
         )
-        await harness.link.start()
+        await harness.start()
         try:
             yield harness
         finally:
             for engine in harness.engines:
                 engine.close()
-            await harness.link.close()
+            await harness.close()
         assert not harness.loop_errors

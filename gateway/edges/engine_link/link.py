@@ -1,6 +1,6 @@
 """The southbound edge as one object: starts and stops it, and routes sends to the rank they are for.
 
-Everything runs on one event loop without tasks: socket callbacks, and one safety tick.
+Everything runs on one event loop without tasks: socket callbacks, and `look`, which whoever owns the link calls every `LOOK_S`.
 """
 
 import asyncio
@@ -26,11 +26,12 @@ from gateway.edges.state_store import StateStore
 from gateway.types import EngineRequest
 from gateway.wire.registry import protocol_for
 
-TICK_S = 0.05
-RANKS_PER_TICK = 64
+LOOK_S = 0.25
+"""How often `look` is to be called."""
+RANKS_PER_LOOK = 64
 """Looking at one rank costs about 5 µs; with more ranks than this each gets its turn less often."""
-MONITOR_ROUNDS = 10
-"""Monitors are looked at every tenth time: a lost edge there only delays a loss."""
+MONITOR_ROUNDS = 2
+"""Monitors are looked at every other time: a lost edge there only delays a loss."""
 CLOSE_LINGER_MS = 200
 """What the last aborts get to leave at close."""
 _SPARE_FDS = 256
@@ -66,7 +67,6 @@ class EngineLink:
         self._meetings: dict[int, MeetingPoint] = {}
         # Per rank its group's number and its place in it; None once it is configured no more.
         self._places: list[tuple[int, int] | None] = []
-        self._tick_handle: asyncio.TimerHandle | None = None
         self._next_poked = 0
         self._poke_rounds = 0
 
@@ -87,7 +87,6 @@ class EngineLink:
         except BaseException:
             await self.close()
             raise
-        self._tick_handle = loop.call_later(TICK_S, self._tick)
 
     def send(self, rank: int, incarnation: int, request: EngineRequest) -> None:
         """Hand an ADD to the rank. What goes wrong comes back as `SendFailed`."""
@@ -149,11 +148,23 @@ class EngineLink:
             port.close()
             self._log.info("handshake_closed", address=port.address)
 
+    def look(self) -> None:
+        """Look for what the sockets' descriptors may have failed to announce, and let refused sends try again."""
+        if self._env is None:
+            return
+        for port in self._ports.values():
+            port.poke()
+        with_monitors = self._poke_rounds % MONITOR_ROUNDS == 0
+        first = self._next_poked
+        for rank in self._ranks[first : first + RANKS_PER_LOOK]:
+            rank.poke(with_monitors=with_monitors)
+        self._next_poked = first + RANKS_PER_LOOK
+        if self._next_poked >= len(self._ranks):
+            self._next_poked = 0
+            self._poke_rounds += 1
+
     async def close(self) -> None:
         """Close all sockets and wait until they are gone. Running ranks don't notice. Idempotent."""
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
-            self._tick_handle = None
         env, self._env = self._env, None
         if env is None:
             return
@@ -223,17 +234,3 @@ class EngineLink:
         needed = rank_count * FDS_PER_CHANNEL + _SPARE_FDS
         if soft != resource.RLIM_INFINITY and soft < needed:
             self._log.warning("open_files_limit_low", limit=soft, needed=needed, ranks=rank_count)
-
-    def _tick(self) -> None:
-        assert self._env is not None
-        self._tick_handle = self._env.loop.call_later(TICK_S, self._tick)
-        for port in self._ports.values():
-            port.poke()
-        with_monitors = self._poke_rounds % MONITOR_ROUNDS == 0
-        first = self._next_poked
-        for rank in self._ranks[first : first + RANKS_PER_TICK]:
-            rank.poke(with_monitors=with_monitors)
-        self._next_poked = first + RANKS_PER_TICK
-        if self._next_poked >= len(self._ranks):
-            self._next_poked = 0
-            self._poke_rounds += 1

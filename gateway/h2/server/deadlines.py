@@ -1,5 +1,6 @@
-"""Deadlines of calls, looked at once per interval all together, so that a call costs no timer."""
+"""Deadlines of calls, looked at once per interval all together, so that a call costs no timer; and none runs without calls."""
 
+import asyncio
 from typing import Protocol
 
 INTERVAL_S = 0.1
@@ -16,8 +17,10 @@ class Timed(Protocol):
 class Deadlines:
     """Calls by the interval that their deadline falls into. Times in seconds of the loop's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._slots: dict[int, set[Timed]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def add(self, call: Timed, deadline_at: float) -> int:
         """Remember a call. Returns the number of its slot, to remove it with."""
@@ -27,6 +30,8 @@ class Deadlines:
             self._slots[number] = {call}
         else:
             slot.add(call)
+        if self._timer is None:
+            self._timer = self._loop.call_later(INTERVAL_S, self._on_time)
         return number
 
     def remove(self, call: Timed, number: int) -> None:
@@ -43,3 +48,17 @@ class Deadlines:
         for number in [number for number in self._slots if number <= last]:
             for call in self._slots.pop(number):
                 call.expire()
+
+    def close(self) -> None:
+        """Nobody's deadline matters any more."""
+        self._slots.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_time(self) -> None:
+        self._timer = None
+        try:
+            self.expire(self._loop.time())
+        finally:
+            if self._slots and self._timer is None:
+                self._timer = self._loop.call_later(INTERVAL_S, self._on_time)

@@ -12,7 +12,7 @@ from gateway.h2.protocol.heads import HeadMemo
 from gateway.h2.protocol.limits import Limits
 from gateway.h2.rpc.status import Code, RpcError
 from gateway.h2.server.connection import ServerConnection
-from gateway.h2.server.deadlines import INTERVAL_S, Deadlines
+from gateway.h2.server.deadlines import Deadlines
 from gateway.h2.server.faults import Faults
 from gateway.h2.server.handlers import Handlers
 from gateway.h2.server.listener import ContextSource, Listener, bind
@@ -21,8 +21,8 @@ from gateway.h2.server.writes import Writes
 # At level debug the library writes every header, tokens included.
 logging.getLogger("hpack").setLevel(logging.INFO)
 
-_CHECK_EVERY = 10
-"""Connections are looked at once in so many intervals: about once a second."""
+_CHECK_S = 1.0
+"""How often connections are looked at."""
 _CLOSE_S = 1.0
 _POLL_S = 0.01
 
@@ -43,7 +43,7 @@ class Shared:
         self.max_message_bytes = max_message_bytes
         self.handlers = handlers
         self.faults = faults
-        self.deadlines = Deadlines()
+        self.deadlines = Deadlines(loop)
         self.writes = Writes(loop)
         self.connections: set[ServerConnection] = set()
         # Accepted, but not open yet.
@@ -72,7 +72,6 @@ class Server:
         self._listeners: list[Listener] = []
         self._shared: Shared | None = None
         self._tick: asyncio.TimerHandle | None = None
-        self._ticks = 0
         self._stopped = asyncio.Event()
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
@@ -114,7 +113,7 @@ class Server:
             listener = Listener(listening, context, self._limits.handshake_timeout_s)
             listener.start(shared.admit, shared.joining.discard)
             self._listeners.append(listener)
-        self._tick = loop.call_later(INTERVAL_S, self._on_tick, shared)
+        self._tick = loop.call_later(_CHECK_S, self._check, shared)
 
     async def stop(self, grace: float | None) -> None:
         """Take no new calls; let those that run end for up to `grace` seconds; then end them and every connection."""
@@ -137,6 +136,7 @@ class Server:
         await _until_empty(shared.connections, _CLOSE_S)
         if self._tick is not None:
             self._tick.cancel()
+        shared.deadlines.close()
         await asyncio.gather(*shared.tasks, return_exceptions=True)
         self._stopped.set()
 
@@ -159,14 +159,11 @@ class Server:
         number: int = sockets[0].getsockname()[1]
         return number
 
-    def _on_tick(self, shared: Shared) -> None:
+    def _check(self, shared: Shared) -> None:
+        self._tick = shared.loop.call_later(_CHECK_S, self._check, shared)
         now = shared.loop.time()
-        shared.deadlines.expire(now)
-        self._ticks += 1
-        if not self._ticks % _CHECK_EVERY:
-            for connection in list(shared.connections):
-                connection.check(now)
-        self._tick = shared.loop.call_later(INTERVAL_S, self._on_tick, shared)
+        for connection in list(shared.connections):
+            connection.check(now)
 
 
 async def _until_empty(connections: set[ServerConnection], timeout_s: float) -> None:
