@@ -22,7 +22,7 @@ from gateway.core.effects import AbortOnRank, Dispatch, Effect, RequestEnded, Re
 from gateway.core.events import BatchReceived, Event, RankJoined, RequestArrived, Tick
 from gateway.core.request import Sequence
 from gateway.core.router import Router
-from gateway.edges.driver import TICK_INTERVAL_S
+from gateway.edges.ticks import INTERVAL_S as TICK_INTERVAL_S
 from gateway.types import EngineBatch, EngineRequest, Sampling
 from tests.bench.virtual.engine import SCHEDULER, STEP_TIME, VirtualRank, rank_info
 from tests.bench.virtual.workloads import Offer
