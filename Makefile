@@ -54,7 +54,7 @@ test-sanitized: $(STAMP) ## tests/native with what is compiled under gcc's addre
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=. \
 		$(CURDIR)/$(BIN)/python -m pytest tests/native
 
-fuzz: $(STAMP) ## ten million damaged frames for every decoder, and as many of HTTP/2 for the listener (20 minutes); FRAMES=, SEED=
+fuzz: $(STAMP) ## ten million damaged frames over all decoders, and as many of HTTP/2 for the listener (20 minutes); FRAMES=, SEED=
 	$(BIN)/python -m tests.fuzz --frames $(or $(FRAMES),10000000) --seed $(or $(SEED),1)
 	$(BIN)/python -m tests.fuzz.h2_frames --frames $(or $(FRAMES),10000000) --seed $(or $(SEED),1)
 

@@ -1,4 +1,4 @@
-"""From rows and a load report to the messages that leave a rank, faults included."""
+"""From rows and a snapshot to the messages that leave a rank, faults included."""
 
 from engine_stub.faults import FaultState, WireForm
 from engine_stub.records import Records

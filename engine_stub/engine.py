@@ -1,7 +1,7 @@
 """One rank's engine without sockets and clock: inputs as frames, steps as messages to send.
 
 A step is `begin` -> (the modelled time passes) -> `finish`. Requests that arrive in between wait in an
-inbox for the next step, as in the real engines, so a load report doesn't know them yet; aborts act at
+inbox for the next step, as in the real engines, so a snapshot doesn't know them yet; aborts act at
 once. Terminal rows of refused requests ride on the next batch.
 """
 
@@ -209,7 +209,7 @@ class RankEngine:
         return self._encode(rows, now) if rows.sequences else []
 
     def scripted(self, rows: Sequences[ScriptedRow], load: Load | None, now: float) -> Frames:
-        """Frames of a batch that a test wrote: rows of live (or unknown) ids, and any load report.
+        """Frames of a batch that a test wrote: rows of live (or unknown) ids, and any snapshot.
 
         Tokens count as generated, a finish ends the request. Faults don't apply.
         """

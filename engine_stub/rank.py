@@ -188,7 +188,7 @@ class StubRank:
         return self._serving is not None and self._serving.step()
 
     def send_rows(self, rows: Sequence[ScriptedRow] = (), load: Load | None = None) -> None:
-        """Send a batch of the test's making: rows `(id, new tokens, finish)` and a load report (None: none).
+        """Send a batch of the test's making: rows `(id, new tokens, finish)` and a snapshot (None: none).
 
         Tokens count as generated, a finish ends the request at the rank; faults don't apply.
         """

@@ -10,7 +10,7 @@ from engine_stub.wire.codec import Codec, Load
 
 
 class LoadReporter:
-    """The load report of one rank. `latest` is the newest sample; None before the first, and when none are sent."""
+    """The snapshots of one rank. `latest` is the newest sample; None before the first, and when none are sent."""
 
     def __init__(self, scheduler: Scheduler, settings: LoadReports, codec: Codec) -> None:
         self.latest: Load | None = None

@@ -89,7 +89,7 @@ Message = Add | Abort | Wave | Utility | Malformed
 
 
 class Load(msgspec.Struct, frozen=True):
-    """A load report in the terms of the sender. The counts are `Any` because a fault may send anything."""
+    """A snapshot in the terms of the sender. The counts are `Any` because a fault may send anything."""
 
     running: Any
     waiting: Any

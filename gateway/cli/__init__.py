@@ -20,7 +20,7 @@ __all__ = ["cli", "main"]
 def cli() -> None:
     """Load-balancing gateway for data-parallel LLM engine ranks.
 
-    RANKGATE_CONFIG names the configuration file for all commands; what else the environment can set is
+    RANKGATE_CONFIG names the configuration file for the commands that read one; what else the environment can set is
     shown in each command's help.
     """
 

@@ -135,12 +135,11 @@ class Answers:
         self.dirty.clear()
         return dirty
 
-    def flush_cache(self) -> tuple[int, int]:
-        """Forget every stored answer, and those of requests that are live. Returns how many there were, and bytes."""
-        if self.cache is None:
-            return (0, 0)
-        self._epoch = (self.cache.flushes + 1).to_bytes(8)
-        return self.cache.flush()
+    def flush_cache(self) -> None:
+        """Forget every stored answer, and those of requests that are live."""
+        if self.cache is not None:
+            self._epoch = (self.cache.flushes + 1).to_bytes(8)
+            self.cache.flush()
 
     # ---- the outcome is known --------------------------------------------------------------------
 

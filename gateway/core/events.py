@@ -162,6 +162,10 @@ class Reconfigured(msgspec.Struct, frozen=True):
     config: Config
 
 
+class CacheFlushed(msgspec.Struct, frozen=True):
+    """An operator wants every stored answer forgotten."""
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time passed. Expires deadlines, foreign load and bounded memories."""
 
@@ -184,5 +188,6 @@ Event = (
     | DrainStarted
     | AbortAll
     | Reconfigured
+    | CacheFlushed
     | Tick
 )

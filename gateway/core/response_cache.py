@@ -105,13 +105,11 @@ class ResponseCache:
             self.evictions += 1
         return True
 
-    def flush(self) -> tuple[int, int]:
-        """Forget everything; how many answers and bytes that was."""
-        forgotten = (self.entries, self.nbytes)
+    def flush(self) -> None:
+        """Forget everything."""
         self._stored.clear()
         self.nbytes = 0
         self.flushes += 1
-        return forgotten
 
     def _forget(self, key: bytes) -> None:
         self.nbytes -= self._stored.pop(key).answer.nbytes

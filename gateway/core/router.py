@@ -27,6 +27,7 @@ from gateway.core.errors import GatewayError, Reason
 from gateway.core.events import (
     AbortAll,
     BatchReceived,
+    CacheFlushed,
     DrainStarted,
     Event,
     LoadReported,
@@ -148,11 +149,8 @@ class Router(Readings):
             DrainStarted: self._on_drain,
             AbortAll: self._on_drain,
             Reconfigured: self._on_reconfigured,
+            CacheFlushed: self._on_cache_flushed,
         }
-
-    def flush_cache(self) -> tuple[int, int]:
-        """Forget every stored answer. Returns how many they were and their bytes."""
-        return self._answers.flush_cache()
 
     # ---- arrival -----------------------------------------------------------------------------
 
@@ -202,6 +200,9 @@ class Router(Readings):
 
     def _on_reconfigured(self, event: Reconfigured, now: float, effects: list[Effect]) -> None:
         self._reconfiguration.apply(event.config, self._registry, now, effects)
+
+    def _on_cache_flushed(self, _: CacheFlushed, now: float, effects: list[Effect]) -> None:  # noqa: ARG002 - a handler
+        self._answers.flush_cache()
 
     def _on_tick(self, _: Tick, now: float, effects: list[Effect]) -> None:
         self._load.expire(now)

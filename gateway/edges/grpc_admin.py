@@ -11,7 +11,7 @@ from google.protobuf import struct_pb2
 from gateway.config.effective import effective_config
 from gateway.config.schema import Config
 from gateway.core.errors import GatewayError, Reason
-from gateway.core.events import RankDrained, RankUndrained
+from gateway.core.events import CacheFlushed, RankDrained, RankUndrained
 from gateway.edges.grpc_context import RpcContext
 from gateway.edges.grpc_methods import Service, unary
 from gateway.edges.grpc_ranks import RankFeed
@@ -126,10 +126,10 @@ class AdminService:
         self, _: admin_pb2.FlushResponseCacheRequest, __: RpcContext
     ) -> admin_pb2.FlushResponseCacheResponse:
         """Forget every stored answer."""
-        entries, size = self._driver.router.flush_cache()
-        return admin_pb2.FlushResponseCacheResponse(
-            enabled=self._config.response_cache is not None, entries=entries, bytes=size
-        )
+        cache = self._driver.router.response_cache
+        entries, size = (0, 0) if cache is None else (cache.entries, cache.nbytes)
+        self._driver.emit(CacheFlushed())
+        return admin_pb2.FlushResponseCacheResponse(enabled=cache is not None, entries=entries, bytes=size)
 
     async def drain_rank(self, request: admin_pb2.DrainRankRequest, _: RpcContext) -> admin_pb2.DrainRankResponse:
         """No new work for a rank."""

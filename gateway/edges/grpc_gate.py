@@ -1,7 +1,7 @@
 """Bounds on calls, whatever they ask for: how many at once, how large their headers and messages, how long they stand.
 
-The gRPC library bounds what comes before a call: connections, handshakes, frames, streams per connection
-(`gateway.edges.grpc_options`). Everything here is answered with a typed error instead. Health is never refused.
+The transport bounds what comes before a call: connections, handshakes, frames, streams per connection
+(`gateway.edges.grpc_transport`). Everything here is answered with a typed error instead. Health is never refused.
 """
 
 import time

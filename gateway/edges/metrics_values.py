@@ -14,7 +14,7 @@ LINK_EVENT_VALUES: dict[str, str] = {
 LINK_FAULT_VALUES: dict[str, str] = {
     "noise": "Messages that cannot have carried tokens.",
     "faults": "Batches that could not be read in full.",
-    "load_faults": "Batches whose load report could not be used; their tokens were.",
+    "load_faults": "Batches whose snapshot could not be used; their tokens were.",
     "handshakes": "Steps of handshakes, and what went wrong in them.",
     "lost": "Ranks lost, by how it showed.",
     "send_failed": "Requests that a rank was not given.",
@@ -38,7 +38,7 @@ LIMIT_VALUES: dict[str, str] = {
     "reader_stall_timeout_s": "Streams ended whose client left a message unread.",
     "idle_stream_timeout_s": "GenerateMany streams ended that had no request.",
 }
-"""The values of `limit`: settings of `limits`. What the gRPC library bounds by itself is not counted."""
+"""The values of `limit`: settings of `limits`. What the transport bounds by itself is not counted."""
 
 EVIDENCE_VALUES: dict[str, str] = {
     "engine": "A row of the rank ended the sequence.",

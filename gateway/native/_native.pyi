@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
+from gateway.native import DecodedRows
+from gateway.types import FinishReason
+
 class Intake:
     """Appends rows, see `gateway.core.rows`. Made for these classes; TypeError for one that lacks a slot."""
 
@@ -28,14 +31,10 @@ class Outlet:
         self, items: list[Any], other: Callable[[Any], None], broken: Callable[[Any, Exception], None], /
     ) -> None: ...
 
-def decode_vllm(
-    payload: bytes, finish_reasons: tuple[str, ...], /
-) -> tuple[int, list[str], list[tuple[int, ...]], list[str], list[int | None] | None, bytes, float] | None:
+def decode_vllm(payload: bytes, finish_reasons: tuple[FinishReason, ...], /) -> DecodedRows | None:
     """The parts of a message with ordinary rows only, else None.
 
-    Engine index, ids, new tokens, finish reasons, tokens from the prefix cache (None without any), the statistics as they
-    came (msgpack, empty when there is no such field), the time (0.0 without one). `finish_reasons` are those of a row that
-    goes on and then of the numbers 0 to 4.
+    `finish_reasons` are those of a row that goes on and then of the numbers 0 to 4.
     """
 
 def pack_varints(values: Iterable[int], /) -> bytes:

@@ -12,7 +12,6 @@ go fragment each of them for a while, of a bare gRPC server too, and that can't 
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -258,7 +257,6 @@ def main():
     parser.add_argument("--only", choices=["connections", "slow_reader"], help="one of the two parts")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
     cores, parts = Cores(), {"connections": run_connections, "slow_reader": run_slow_reader}
     report = {name: run(cores, options) for name, run in parts.items() if options.only in (None, name)}
     show(report)

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.core.errors import Reason
-from gateway.core.events import AbortAll, DrainStarted
+from gateway.core.events import AbortAll, CacheFlushed, DrainStarted
 from gateway.core.lifecycle import Phase
 from gateway.types import Sampling, TokenLogprob
 from tests.support.core import Bench, wire_id
@@ -121,10 +121,11 @@ def test_stored_answers_get_old_and_can_be_flushed():
     again = ask(bench)
     assert not again.is_ended
     bench.finish(again)
-    entries, nbytes = bench.router.flush_cache()
-    assert (entries, nbytes > 0) == (1, True)
+    assert bench.router.response_cache.entries == 1
+    bench.send(CacheFlushed())
+    assert bench.router.response_cache.entries == bench.router.response_cache.nbytes == 0
     assert not ask(bench).is_ended
-    assert Bench(1).router.flush_cache() == (0, 0)
+    assert Bench(1).send(CacheFlushed()) == []
 
 
 @pytest.mark.parametrize("mode", ["queue", "batch"])

@@ -206,13 +206,13 @@ def test_a_too_large_answer_is_not_stored_and_pushes_nothing_out(max_bytes, max_
     assert cache.put(b"b", answer(500), 0.0)
 
 
-def test_a_flush_forgets_everything_and_says_how_much():
+def test_a_flush_forgets_everything():
     cache = make_cache()
     cache.put(b"a", answer(100), 0.0)
     cache.put(b"b", answer(50), 0.0)
-    assert cache.flush() == (2, 150)
+    cache.flush()
     assert cache.get(b"a", 0.0) is None
-    assert cache.flush() == (0, 0)
+    cache.flush()
     assert (cache.flushes, cache.entries, cache.nbytes) == (2, 0, 0)
     cache.check()
 
@@ -242,7 +242,8 @@ def test_it_behaves_as_a_list_in_order_of_use(steps, max_bytes, max_entry_bytes,
         if step[0] == "wait":
             now += step[1]
         elif step[0] == "flush":
-            assert cache.flush() == (len(rows), sum(each.nbytes for _, each, _ in rows))
+            assert (cache.entries, cache.nbytes) == (len(rows), sum(each.nbytes for _, each, _ in rows))
+            cache.flush()
             rows.clear()
             counts["flushes"] += 1
         elif step[0] == "get":

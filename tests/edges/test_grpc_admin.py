@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -93,7 +94,7 @@ async def test_decisions_are_listed_newest_first_within_the_limit():
 
 async def test_flushing_the_response_cache_says_what_was_forgotten():
     async with serve(response_cache={}) as edge:
-        edge.driver.router.cached = (3, 4096)
+        edge.driver.router.response_cache = SimpleNamespace(entries=3, nbytes=4096)
         first = await edge.admin.FlushResponseCache(admin_pb2.FlushResponseCacheRequest())
         assert (first.enabled, first.entries, first.bytes) == (True, 3, 4096)
         again = await edge.admin.FlushResponseCache(admin_pb2.FlushResponseCacheRequest())

@@ -7,10 +7,11 @@ keeps the books that the tests ask about: `live` must be empty at the end of eve
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from gateway.core.errors import GatewayError, Reason
-from gateway.core.events import RequestArrived
+from gateway.core.events import CacheFlushed, Event, RequestArrived
 from gateway.core.lifecycle import Phase
 from gateway.core.request import Attempt, Request
 from gateway.core.request import Sequence as Continuation
@@ -65,12 +66,7 @@ class FakeRouter:
         self.by_client: dict[tuple[str, str], Request] = {}
         self.views = [make_view(rank) for rank in range(4)]
         self.decisions = FakeDecisions()
-        self.cached = (0, 0)
-
-    def flush_cache(self) -> tuple[int, int]:
-        """Entries and bytes that were there."""
-        cached, self.cached = self.cached, (0, 0)
-        return cached
+        self.response_cache: SimpleNamespace | None = None
 
     def find(self, client_key: str, request_id: str) -> Request | None:
         return self.by_client.get((client_key, request_id))
@@ -100,6 +96,12 @@ class FakeDriver:
         self.max_backlog_bytes = 1 << 20
         self._dirty: list[Continuation | Request] = []
         self._is_scheduled = False
+
+    def emit(self, event: Event) -> None:
+        cache = self.router.response_cache
+        assert type(event) is CacheFlushed
+        if cache is not None:
+            cache.entries = cache.nbytes = 0
 
     def submit(self, arrived: RequestArrived) -> Request:
         self.arrivals.append(arrived)

@@ -1,4 +1,4 @@
-"""One more token each for many sequences at once, from their outboxes to the frames of their streams."""
+"""What waits for many sequences at once, from their outboxes to the frames of their streams."""
 
 from gateway.core.request import Sequence
 from gateway.edges.flushing import FlushItems, flush_each

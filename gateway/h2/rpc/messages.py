@@ -3,9 +3,9 @@
 import zlib
 from collections import deque
 
+from gateway.h2.protocol.streams import PREFIX_BYTES
 from gateway.h2.rpc.status import Code, RpcError
 
-PREFIX_BYTES = 5
 _GZIP = 16 + zlib.MAX_WBITS
 
 

@@ -119,10 +119,6 @@ class ServicerCall(Call):
         self.finish(number, details, block)
         raise grpc.aio.AbortError("Locally aborted.")
 
-    async def abort_with_status(self, error: Any) -> NoReturn:
-        """The same with a `grpc.Status`."""
-        await self.abort(error.code, error.details, error.trailing_metadata or ())
-
     def set_code(self, code: Any) -> None:
         """The status to end with when the handler returns."""
         self._code = status_number(code)
