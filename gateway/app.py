@@ -33,6 +33,8 @@ from gateway.edges.ticks import INTERVAL_S
 from gateway.native import compiled
 
 _DRAIN_POLL_S = 0.02
+_DECISIONS_EACH = 10**12
+"""Ids that each process has for its decisions, from one more than a multiple of it."""
 _FLUSH_GRACE_S = 2.0
 _WARNED = (RankState.LOST, RankState.SUSPECT, RankState.EJECTED)
 
@@ -73,6 +75,8 @@ class Gateway:
         self.manager = ServiceManager({}) if manager is None else manager
         self._random = random.Random(config.policy.seed)  # noqa: S311 - spreading load is no secret
         self.router = Router(config, nonce=secrets.token_hex(8), rng=self._random.random)
+        if seat.process:
+            self.router.decisions.begin_at(seat.process * _DECISIONS_EACH + 1)
         self.driver = Driver(
             self.router,
             on_ended=self._on_ended,

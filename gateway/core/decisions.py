@@ -185,7 +185,13 @@ class DecisionRing:
 
     def __init__(self, capacity: int) -> None:
         self._kept: list[Decision | None] = [None] * capacity
+        self._first_id = 1
         self._last_id = 0
+
+    def begin_at(self, first_id: int) -> None:
+        """Let the first decision have this id: what several gateways number apart can't be taken for another's."""
+        assert not self._last_id
+        self._first_id, self._last_id = first_id, first_id - 1
 
     def add(self, decision: Decision) -> int:
         """Give the decision its id and keep it in place of the oldest."""
@@ -205,7 +211,7 @@ class DecisionRing:
     def latest(self, limit: int, *, rank: int | None = None) -> list[Decision]:
         """Up to `limit` decisions, newest first; with `rank`, only those that chose it."""
         found: list[Decision] = []
-        oldest = max(1, self._last_id - len(self._kept) + 1)
+        oldest = max(self._first_id, self._last_id - len(self._kept) + 1)
         for number in range(self._last_id, oldest - 1, -1):
             if len(found) >= limit:
                 break

@@ -194,6 +194,26 @@ def test_latest_of_one_rank():
     assert ring.latest(9, rank=5) == []
 
 
+def test_another_gateway_s_ids_are_unknown():
+    rings = [DecisionRing(2), DecisionRing(2)]
+    rings[1].begin_at(1001)
+    decisions = [[some_decision() for _ in range(3)] for _ in rings]
+    assert [[ring.add(each) for each in mine] for ring, mine in zip(rings, decisions, strict=True)] == [
+        [1, 2, 3],
+        [1001, 1002, 1003],
+    ]
+    assert rings[1].latest(9) == decisions[1][:0:-1]
+    assert rings[1].get(1003) is decisions[1][2]
+    assert rings[0].get(1003) is rings[1].get(3) is None
+
+
+def test_of_a_ring_that_has_room_nothing_older_than_the_first_is_looked_for():
+    ring = DecisionRing(8)
+    ring.begin_at(1001)
+    ring.add(decision := some_decision())
+    assert ring.latest(9) == [decision]
+
+
 def test_capacity_zero_keeps_none_and_still_numbers():
     ring = DecisionRing(0)
     assert [ring.add(some_decision()) for _ in range(3)] == [1, 2, 3]
