@@ -132,7 +132,7 @@ async def serving(**limits):
         await server.stop(None)
     assert not site.shared.connections
     assert not site.shared.tasks
-    assert not site.shared.deadlines._slots
+    assert not site.shared.deadlines._intervals
 
 
 async def failure(call):

@@ -35,7 +35,7 @@ async def test_deadlines_are_kept_to_an_interval_and_never_early():
     assert [call.expired for call in calls.values()] == [1, 1, 1, 1, 1, 0]
     deadlines.remove(calls[1e12], slots[1e12])
     deadlines.remove(calls[5.0], slots[5.0])
-    assert not deadlines._slots
+    assert not deadlines._intervals
     deadlines.close()
 
 
@@ -59,15 +59,19 @@ async def test_a_timer_runs_while_there_are_deadlines():
 async def test_a_call_that_fails_to_end_leaves_the_others_their_time(monkeypatch):
     loop, told = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
-    deadlines, call = Deadlines(loop), Timed()
+    deadlines, calls = Deadlines(loop), [Timed() for _ in range(8)]
     broken = Timed()
     broken.expire = lambda: 1 / 0
-    deadlines.add(broken, loop.time())
-    deadlines.add(call, loop.time() + 0.1)
+    now = loop.time()
+    for call in (*calls[:4], broken, *calls[4:]):
+        deadlines.add(call, now)
+    deadlines.add(late := Timed(), now + 0.1)
     async with asyncio.timeout(5):
-        while not call.expired:  # noqa: ASYNC110 - a deadline sends no event
+        while not late.expired:  # noqa: ASYNC110 - a deadline sends no event
             await asyncio.sleep(0.01)
+    assert [call.expired for call in calls] == [1] * 8
     assert [type(error) for error in told] == [ZeroDivisionError]
+    assert not deadlines._intervals
     deadlines.close()
 
 

@@ -35,7 +35,7 @@ class Call:
     on_ready: Callable[[], None] | None = None
     on_closed: Callable[[bool], None] | None = None
     _incoming: Incoming | None = None
-    _deadline_slot: int | None = None
+    _deadline_interval: int | None = None
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Call:
         self._stream = stream
         self._handler = handler
         if deadline_at is not None:
-            self._deadline_slot = connection.deadlines.add(self, deadline_at)
+            self._deadline_interval = connection.deadlines.add(self, deadline_at)
 
     # What the connection tells.
 
@@ -126,7 +126,7 @@ class Call:
 
     def expire(self) -> None:
         """The deadline has passed."""
-        self._deadline_slot = None
+        self._deadline_interval = None
         self.fail(RpcError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"), is_late=True)
 
     def fail(self, error: RpcError, *, is_late: bool = False) -> None:
@@ -230,8 +230,8 @@ class Call:
         self.on_ready = self.on_closed = None
         if self._incoming is not None:
             self._incoming.close()
-        if self._deadline_slot is not None:
-            connection.deadlines.remove(self, self._deadline_slot)
+        if self._deadline_interval is not None:
+            connection.deadlines.remove(self, self._deadline_interval)
 
     def _alive(self) -> "ServerConnection":
         if self._connection is None:

@@ -19,39 +19,42 @@ class Deadlines:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._slots: dict[int, set[Timed]] = {}
+        self._intervals: dict[int, set[Timed]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, call: Timed, deadline_at: float) -> int:
-        """Remember a call. Returns the number of its slot, to remove it with."""
+        """Remember a call. Returns the number of its interval, to remove it with."""
         number = int(deadline_at / INTERVAL_S) + 1
-        slot = self._slots.get(number)
-        if slot is None:
-            self._slots[number] = {call}
+        calls = self._intervals.get(number)
+        if calls is None:
+            self._intervals[number] = {call}
         else:
-            slot.add(call)
+            calls.add(call)
         if self._timer is None:
             self._timer = self._loop.call_later(INTERVAL_S, self._on_time)
         return number
 
     def remove(self, call: Timed, number: int) -> None:
         """The call has ended."""
-        slot = self._slots.get(number)
-        if slot is not None:
-            slot.discard(call)
-            if not slot:
-                del self._slots[number]
+        calls = self._intervals.get(number)
+        if calls is not None:
+            calls.discard(call)
+            if not calls:
+                del self._intervals[number]
 
     def expire(self, now: float) -> None:
         """End the calls whose deadline has passed, up to one interval late and never early."""
         last = int(now / INTERVAL_S)
-        for number in [number for number in self._slots if number <= last]:
-            for call in self._slots.pop(number):
-                call.expire()
+        for number in [number for number in self._intervals if number <= last]:
+            calls = self._intervals[number]
+            # One that fails leaves the others to the next time.
+            while calls:
+                calls.pop().expire()
+            self._intervals.pop(number, None)
 
     def close(self) -> None:
         """Nobody's deadline matters any more."""
-        self._slots.clear()
+        self._intervals.clear()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -60,5 +63,5 @@ class Deadlines:
         try:
             self.expire(self._loop.time())
         finally:
-            if self._slots and self._timer is None:
+            if self._intervals and self._timer is None:
                 self._timer = self._loop.call_later(INTERVAL_S, self._on_time)

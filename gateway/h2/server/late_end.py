@@ -18,18 +18,18 @@ WAIT_S = 0.05
 class LateEnd:
     """The owner of a stream whose response is one header block."""
 
-    __slots__ = ("_block", "_connection", "_slot", "_stream")
+    __slots__ = ("_block", "_connection", "_interval", "_stream")
 
     def __init__(self, connection: "ServerConnection", stream: Stream, block: bytes) -> None:
         self._connection = connection
         self._stream = stream
         self._block = block
-        self._slot: int | None = None
+        self._interval: int | None = None
         if stream.has_peer_ended or stream.is_closed:
             self._send()
         else:
             stream.owner = self
-            self._slot = connection.deadlines.add(self, connection.loop.time() + WAIT_S)
+            self._interval = connection.deadlines.add(self, connection.loop.time() + WAIT_S)
 
     def receive(self, data: bytes) -> None:
         """Nobody is interested, and the client's window stays as it is."""
@@ -44,7 +44,7 @@ class LateEnd:
 
     def expire(self) -> None:
         """Long enough."""
-        self._slot = None
+        self._interval = None
         self._send()
 
     def fail(self, _: "RpcError") -> None:
@@ -57,8 +57,8 @@ class LateEnd:
     def abandon(self) -> None:
         """The stream is gone."""
         self._stream.owner = None
-        if self._slot is not None:
-            self._connection.deadlines.remove(self, self._slot)
+        if self._interval is not None:
+            self._connection.deadlines.remove(self, self._interval)
 
     def _send(self) -> None:
         self.abandon()
