@@ -135,7 +135,7 @@ class TestEnds:
     async def test_a_call_that_ends_in_time_leaves_no_deadline(self, site):
         assert await site.unary("Echo", b"quick", timeout=100) == b"quick"
         assert site.handlers.contexts[0].time_remaining() > 90
-        assert not site.shared.deadlines._slots
+        assert not site.shared.deadlines._intervals
 
     async def test_a_message_that_is_too_large(self):
         async with serving(max_request_bytes=1000) as site:
