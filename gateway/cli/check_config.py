@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gateway.cli.common import EXIT_USAGE, fail
+from gateway.cli.common import EXIT_USAGE, config_file, fail, named_file
 
 if TYPE_CHECKING:
     from gateway.config.schema import Config
 
 
 @click.command("check-config")
-@click.argument("path", type=click.Path(path_type=Path), envvar="RANKGATE_CONFIG", metavar="FILE")
+@config_file
 @click.option("--fragment", is_flag=True, help="FILE holds some sections only, such as configs/policies/*.yaml.")
 @click.option("--effective", is_flag=True, help="Print the whole configuration in force, as JSON.")
-def check_config(path: Path, fragment: bool, effective: bool) -> None:
-    """Check FILE (default: what RANKGATE_CONFIG names) without starting anything.
+def check_config(file: Path | None, config_path: Path | None, fragment: bool, effective: bool) -> None:
+    """Check FILE (or -c FILE) without starting anything.
 
     Exits with 0 and a summary, or with 2 and FILE:LINE:COL: message. Remarks on what is legal but may
     surprise go to stderr.
@@ -24,6 +24,7 @@ def check_config(path: Path, fragment: bool, effective: bool) -> None:
     from gateway.config.effective import effective_config, remarks
     from gateway.config.loader import ConfigError, load_config, load_fragment
 
+    path = named_file(file, config_path)
     try:
         config = load_fragment(path) if fragment else load_config(path)
     except ConfigError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:  # only names for the type checker: importing these takes longer than --help may
     import grpc
@@ -28,6 +29,23 @@ config_option = click.option(
     metavar="FILE",
     help="Configuration file (YAML or JSON).",
 )
+
+
+def config_file(command: _CommandT) -> _CommandT:
+    """The configuration file as an argument or as an option: the keyword arguments of `named_file`."""
+    argument = click.argument("file", type=click.Path(path_type=Path), required=False, metavar="[FILE]")
+    return argument(config_option(command))
+
+
+def named_file(file: Path | None, config_path: Path | None) -> Path:
+    """The file that the command line names, else the environment's; none, or two, are a usage error."""
+    source = click.get_current_context().get_parameter_source("config_path")
+    if file is not None and config_path is not None and source is not ParameterSource.ENVIRONMENT:
+        raise click.UsageError("name one FILE, with or without -c")
+    path = config_path if file is None else file
+    if path is None:
+        raise click.UsageError("name FILE, or set RANKGATE_CONFIG")
+    return path
 
 
 def _file_option(name: str, help_text: str) -> Callable[[_CommandT], _CommandT]:
@@ -73,6 +91,22 @@ class Access(NamedTuple):
         return self.tls or self.ca_file is not None or self.cert_file is not None
 
 
+class Listener(NamedTuple):
+    """The listener of a gateway that a command asks, and the variable that names its address."""
+
+    name: str
+    variable: str
+
+    @property
+    def advice(self) -> str:
+        """What to do about an address that is not this listener's."""
+        return f"name the gateway's {self.name} with --address or {self.variable}"
+
+
+GRPC = Listener("listen.grpc", "RANKGATE_ADDRESS")
+ADMIN = Listener("listen.admin", "RANKGATE_ADMIN_ADDRESS")
+
+
 class Connection(NamedTuple):
     """A channel to a gateway, and the metadata that every call on it takes."""
 
@@ -97,7 +131,7 @@ def load_config_or_exit(path: Path) -> "Config":
 
 
 @contextmanager
-def connect(address: str, access: Access) -> Iterator[Connection]:
+def connect(address: str, access: Access, listener: Listener) -> Iterator[Connection]:
     """Connect to a running gateway; a failed call is printed and exits with 1, bad options exit with 2."""
     # Else the gRPC library writes lines of its own about a failed handshake, of which the error says all there is.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -121,7 +155,14 @@ def connect(address: str, access: Access) -> Iterator[Connection]:
             code, details = getattr(error, "code", None), getattr(error, "details", None)
             name = code().name if callable(code) else "UNKNOWN"
             text = details() if callable(details) else str(error)
-            fail(f"error: {address}: {name}: {text}", EXIT_RUNTIME)
+            fail(f"error: {address}: {name}: {text}{_advice(name, str(text), listener)}", EXIT_RUNTIME)
+
+
+def _advice(code: str, text: str, listener: Listener) -> str:
+    """What may be wrong with the address, going by a call's error."""
+    if code == "UNIMPLEMENTED":
+        return f"; ranks asks {GRPC.name}, explain {ADMIN.name}: {listener.advice}"
+    return f"; {listener.advice}" if "Connection refused" in text else ""
 
 
 def _credentials(access: Access) -> "grpc.ChannelCredentials":

@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from gateway.cli.common import (
+    ADMIN,
     EXIT_RUNTIME,
     EXIT_USAGE,
     Access,
@@ -39,12 +40,12 @@ _MAX_NAMED = 8
     "--snapshot",
     "snapshot_path",
     metavar="FILE",
-    help="State of the ranks (YAML or JSON), as `ranks --json` prints it.",
+    help="State of the ranks (YAML or JSON), as `ranks --json` prints it; ranks that it leaves out are READY and idle.",
 )
 @click.option(
     "--address",
     metavar="HOST:PORT",
-    envvar="RANKGATE_ADMIN_ADDRESS",
+    envvar=ADMIN.variable,
     show_envvar=True,
     help="Ask a running gateway (its listen.admin) instead.",
 )
@@ -71,14 +72,15 @@ def explain(
 ) -> None:
     """Show where a request would go: each rank's cost, and why it is or isn't eligible.
 
-    Offline: explain -c FILE --snapshot FILE --request FILE. On a running gateway: explain --address
+    Offline: explain -c FILE [--snapshot FILE] --request FILE. On a running gateway: explain --address
     HOST:PORT --prompt-tokens N. Nothing is sent to a rank. Where the choice among equals is random, the
     first of them is shown.
     """
-    source = click.get_current_context().get_parameter_source("address")
-    if snapshot_path is not None and source is ParameterSource.ENVIRONMENT:
+    source_of = click.get_current_context().get_parameter_source
+    is_offline = snapshot_path is not None or source_of("config_path") is ParameterSource.COMMANDLINE
+    if is_offline and source_of("address") is ParameterSource.ENVIRONMENT:
         address = None  # what the command line says is meant for this call; the environment is for all
-    if (address is None) == (snapshot_path is None):
+    if address is not None and snapshot_path is not None:
         raise click.UsageError("give either --snapshot FILE (offline) or --address HOST:PORT (a running gateway)")
     if (request_path is None) == (prompt_tokens is None):
         raise click.UsageError("give either --request FILE or --prompt-tokens N")
@@ -86,9 +88,12 @@ def explain(
     if address is not None:
         decision = _ask(address, Access(**access), request)
     elif config_path is None:
-        raise click.UsageError("name the configuration file with -c FILE or RANKGATE_CONFIG")
+        raise click.UsageError(
+            "name the configuration file with -c FILE or RANKGATE_CONFIG (offline),"
+            " or a running gateway with --address HOST:PORT"
+        )
     else:
-        decision = _decide(config_path, str(snapshot_path), request)
+        decision = _decide(config_path, snapshot_path, request)
     click.echo(json.dumps(decision) if as_json else render(decision))
 
 
@@ -106,14 +111,19 @@ def _request(path: str | None, prompt_tokens: int | None, max_tokens: int | None
         fail(str(error), EXIT_USAGE)
 
 
-def _decide(config_path: Path, snapshot_path: str, request: "RequestFile") -> Rendered:
-    from gateway.cli.offline import decide, read_snapshot
+def _decide(config_path: Path, snapshot_path: str | None, request: "RequestFile") -> Rendered:
+    from gateway.cli.offline import SnapshotFile, decide, read_snapshot
     from gateway.config.errors import ConfigError
     from gateway.core.errors import GatewayError
 
     config = load_config_or_exit(config_path)
     try:
-        snapshot = read_snapshot(*_text(snapshot_path), sum(group.ranks for group in config.groups))
+        if snapshot_path is None:
+            # Said because it could be taken for the state of a gateway that runs with this file.
+            click.echo("note: without --snapshot, every rank is READY and idle", err=True)
+            snapshot = SnapshotFile(ranks=())
+        else:
+            snapshot = read_snapshot(*_text(snapshot_path), sum(group.ranks for group in config.groups))
         return decide(config, snapshot, request).render()
     except ConfigError as error:
         fail(str(error), EXIT_USAGE)
@@ -144,7 +154,7 @@ def _ask(address: str, access: Access, request: "RequestFile") -> Rendered:
         priority=request.priority,
         model=request.model,
     )
-    with connect(address, access) as (channel, metadata):
+    with connect(address, access, ADMIN) as (channel, metadata):
         call = channel.unary_unary(
             "/gateway.v1.AdminService/Explain",
             request_serializer=admin_pb2.ExplainRequest.SerializeToString,

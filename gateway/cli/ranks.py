@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gateway.cli.common import EXIT_RUNTIME, Access, access_options, connect, fail, format_number, format_table
+from gateway.cli.common import EXIT_RUNTIME, GRPC, Access, access_options, connect, fail, format_number, format_table
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -22,7 +22,7 @@ Row = dict[str, object]
 
 
 @click.command()
-@click.option("--address", default="127.0.0.1:50051", show_default=True, envvar="RANKGATE_ADDRESS", show_envvar=True,
+@click.option("--address", default="127.0.0.1:50051", show_default=True, envvar=GRPC.variable, show_envvar=True,
               metavar="HOST:PORT", help="listen.grpc of the gateway.")  # fmt: skip
 @click.option("--watch", is_flag=True, help="Print again after each change, until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line; unknown values are null.")
@@ -37,7 +37,7 @@ def ranks(address: str, watch: bool, as_json: bool, timeout: float, **access: An
 
     from gateway.v1 import gateway_pb2
 
-    with connect(address, Access(**access)) as (channel, metadata):
+    with connect(address, Access(**access), GRPC) as (channel, metadata):
         if not watch:
             list_ranks = channel.unary_unary(
                 f"{_SERVICE}/ListRanks",
@@ -56,7 +56,7 @@ def ranks(address: str, watch: bool, as_json: bool, timeout: float, **access: An
             # The stream itself has no deadline, so the wait for the connection is what is bounded.
             grpc.channel_ready_future(channel).result(timeout=timeout)
         except grpc.FutureTimeoutError:
-            fail(f"error: {address}: no answer within {timeout:g} s", EXIT_RUNTIME)
+            fail(f"error: {address}: no answer within {timeout:g} s; {GRPC.advice}", EXIT_RUNTIME)
         call = watch_ranks(gateway_pb2.WatchRanksRequest(), metadata=metadata)
         try:
             for response in call:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from gateway.cli.common import EXIT_USAGE, config_option, fail
+from gateway.cli.common import EXIT_USAGE, config_file, fail, named_file
 from gateway.config.values import LogLevel
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@config_option
+@config_file
 @click.option(
     "--log-level",
     type=click.Choice(get_args(LogLevel)),
@@ -32,15 +32,20 @@ if TYPE_CHECKING:
     show_envvar=True,
     help="Instead of processes.",
 )
-def serve(config_path: Path | None, log_level: LogLevel | None, grpc: str | None, processes: int | None) -> None:
-    """Run the gateway until SIGTERM or SIGINT."""
-    if config_path is None:
-        raise click.UsageError("name the configuration file with -c FILE or RANKGATE_CONFIG")
+def serve(
+    file: Path | None,
+    config_path: Path | None,
+    log_level: LogLevel | None,
+    grpc: str | None,
+    processes: int | None,
+) -> None:
+    """Run the gateway that FILE (or -c FILE) describes until SIGTERM or SIGINT."""
+    path = named_file(file, config_path)
     from gateway.edges.reload import file_identity
     from gateway.processes.source import Source
 
-    source = Source(path=str(config_path), log_level=log_level, grpc=grpc, processes=processes)
-    identity = file_identity(config_path)
+    source = Source(path=str(path), log_level=log_level, grpc=grpc, processes=processes)
+    identity = file_identity(path)
     text, config = _read(source)
     # gRPC's C core writes lines of its own to stderr, where JSON lines are promised. What it has to say about a bad
     # address is said by the gateway; whoever wants more can set the variable. It is read on import.
@@ -51,7 +56,7 @@ def serve(config_path: Path | None, log_level: LogLevel | None, grpc: str | None
         raise SystemExit(supervisor.run(config, source, text, identity))
     from gateway.process import run
 
-    raise SystemExit(run(config, config_path, source.load, identity))
+    raise SystemExit(run(config, path, source.load, identity))
 
 
 def _read(source: "Source") -> "tuple[str, Config]":

@@ -12,6 +12,8 @@ _MAX_LABEL = 63
 MAX_PORT = 65535
 MAX_IPC_PATH_BYTES = 107
 """Linux's `sun_path` holds 108 bytes with the closing zero."""
+_SOCKET_NAME = "rg-{}-{}-" + "0" * 12
+"""As long as the names that the engine link gives its sockets; a test compares them."""
 
 
 class Address(NamedTuple):
@@ -46,6 +48,11 @@ def check_ipc_path(path: str | Path) -> None:
     """Raise `ValueError` for a socket path that the system can't bind."""
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise ValueError(f"the socket path is longer than {MAX_IPC_PATH_BYTES} bytes; use a shorter directory")
+
+
+def rank_socket_bytes(directory: Path, group: int, ranks: int) -> int:
+    """Length of the longest path of a rank's sockets in `directory`; of a relative one, as far as it is written."""
+    return len(os.fsencode(directory / _SOCKET_NAME.format(group, ranks - 1)))
 
 
 def parse_host(text: str) -> str:

@@ -7,8 +7,16 @@ with its position.
 import ipaddress
 import os.path
 from collections.abc import Iterator
+from pathlib import Path
 
-from gateway.config.addresses import Address, check_ipc_path, is_wildcard, parse_address
+from gateway.config.addresses import (
+    MAX_IPC_PATH_BYTES,
+    Address,
+    check_ipc_path,
+    is_wildcard,
+    parse_address,
+    rank_socket_bytes,
+)
 from gateway.config.errors import Loc, Problem, format_loc
 from gateway.config.failure import Failure
 from gateway.config.scheduling_checks import check_scheduling
@@ -32,6 +40,7 @@ def check(config: Config) -> Iterator[Problem]:
     for number, group in enumerate(config.groups):
         yield from _check_group(group, ("groups", number))
     yield from _check_processes(config)
+    yield from _check_socket_paths(config)
     yield from _check_policy(config)
     yield from _check_failure(config)
     yield from check_scheduling(config)
@@ -176,6 +185,30 @@ def _check_group(group: Group, loc: Loc) -> Iterator[Problem]:
             (*place, "host"),
             f"{sockets.host} is announced to the ranks, which can't dial it; name an address of this host",
         )
+
+
+def _check_socket_paths(config: Config) -> Iterator[Problem]:
+    """The ranks' sockets have paths that the system can bind. Where they are in a temporary directory, they do."""
+    for number, group in enumerate(config.groups):
+        if group.sockets.transport != "ipc":
+            continue
+        if group.sockets.dir is not None:
+            place: Loc = ("groups", number, "sockets", "dir")
+            directory = Path(group.sockets.dir)
+        elif config.state_dir is not None:
+            place = ("state_dir",)
+            # Each of several processes has a directory of its own below it.
+            own = f"{config.processes}-processes/{config.processes - 1}" if config.processes > 1 else ""
+            directory = Path(config.state_dir, own, "sockets")
+        else:
+            continue
+        length = rank_socket_bytes(directory, number, group.ranks)
+        if length > MAX_IPC_PATH_BYTES:
+            yield Problem(
+                place,
+                f"paths of the ranks' sockets would have {length} bytes, and the system takes {MAX_IPC_PATH_BYTES};"
+                " use a shorter directory",
+            )
 
 
 def _check_coordinator(group: Group, place: Loc) -> Iterator[Problem]:

@@ -183,10 +183,22 @@ def _got(document: Document, value: object, loc: Loc, bare: inspect.Type) -> str
         hint = f'; quote it if it is text: "{source}"' if re.search(bare.pattern or ".", source) else ""
         return f", got {show(value)}{hint}"
     if isinstance(value, str) and not isinstance(bare, inspect.StrType):
-        if document.is_plain(loc):
+        if isinstance(bare, inspect.StructType):
+            advice = _as_mapping(value, loc, bare)
+        elif document.is_plain(loc):
             advice = explain_text(value)
         else:
             is_number = isinstance(bare, inspect.IntType | inspect.FloatType)
             advice = "numbers are written without quotes" if is_number else None
         return f", got the text {show(value)}" + (f"; {advice}" if advice else "")
     return f", got {show(value)}"
+
+
+def _as_mapping(value: str, loc: Loc, kind: inspect.StructType) -> str | None:
+    """How to write a section of which only the main choice, its first key, was given."""
+    first = kind.fields[0]
+    bare, _, _ = unwrap(first.type)
+    if not isinstance(bare, inspect.LiteralType) or value not in bare.values:
+        return None
+    section = f"{loc[-1]}: " if loc and isinstance(loc[-1], str) else ""
+    return f"write {section}{{{first.encode_name}: {value}}}"

@@ -31,6 +31,7 @@ _UNPRINTABLE = re.compile(r"[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-
 
 # A NUL ends a path for the system; none of them belongs into a setting. Line breaks and tabs do: formulas may have them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_TAB_PROBLEMS = ("that cannot start any token", "that violates indentation", "where an indentation space is expected")
 Entry = tuple[yaml.ScalarNode, yaml.Node]
 
 
@@ -199,12 +200,15 @@ def _compose(text: str, path: Path | str) -> yaml.Node | None:
     try:
         return loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        raise _syntax_error(error, path) from None
+        raise _syntax_error(error, text, path) from None
     finally:
         loader.dispose()
 
 
-def _syntax_error(error: yaml.MarkedYAMLError, path: Path | str) -> ConfigError:
+def _syntax_error(error: yaml.MarkedYAMLError, text: str, path: Path | str) -> ConfigError:
     assert error.problem_mark is not None
     message = ", ".join(part for part in (error.context, error.problem) if part)
+    # Most of the parser's words for this don't name the tab, which few editors show.
+    if message.endswith(_TAB_PROBLEMS) and text.startswith("\t", error.problem_mark.index):
+        message = "tabs can't indent YAML; use spaces"
     return ConfigError(path, error.problem_mark.line + 1, error.problem_mark.column + 1, message)

@@ -8,7 +8,7 @@ from msgspec import structs
 from gateway.config.addresses import is_loopback, parse_address, parse_tcp
 from gateway.config.scheduling import Scheduling
 from gateway.config.scheduling_remarks import scheduling_remarks
-from gateway.config.schema import Config, Listen
+from gateway.config.schema import Config, Group, Listen
 from gateway.core.presets import resolve
 from gateway.types import FAMILIES
 
@@ -84,11 +84,19 @@ def _exposure(config: Config) -> Iterator[str]:
             host, port = parse_tcp(group.handshake)
             if not port:
                 yield f"group {group.name}: handshake port 0 is another free port at every start"
-            if not is_loopback(host) and group.sockets.transport == "ipc":
-                yield (
-                    f"group {group.name}: ranks may dial {group.handshake} from other hosts, but sockets.transport ipc"
-                    " serves ranks on this host only"
-                )
+            if not is_loopback(host):
+                yield from _unreachable_sockets(group)
+
+
+def _unreachable_sockets(group: Group) -> Iterator[str]:
+    """What keeps ranks on other hosts, which can dial the handshake, from joining."""
+    sockets, here = group.sockets, f"group {group.name}: ranks may dial {group.handshake} from other hosts"
+    if sockets.transport == "ipc":
+        yield f"{here}, but sockets.transport ipc serves ranks on this host only"
+    elif is_loopback(sockets.host.removeprefix("[").removesuffix("]")):
+        yield (
+            f"{here}, but are told to connect to sockets.host {sockets.host}; set it to an address that they can reach"
+        )
 
 
 def _open_to_others(listen: Listen, name: str, address: str) -> Iterator[str]:

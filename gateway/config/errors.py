@@ -24,7 +24,7 @@ def format_loc(loc: Loc) -> str:
     """Write a place as a JSON path: `("groups", 0, "name")` becomes `$.groups[0].name`."""
     parts = ["$"]
     for part in loc:
-        if isinstance(part, str) and _PLAIN_KEY.fullmatch(part):
+        if isinstance(part, str) and len(part) <= _SHOWN_CHARACTERS and _PLAIN_KEY.fullmatch(part):
             parts.append(f".{part}")
         else:
             parts.append(f"[{show(part)}]")

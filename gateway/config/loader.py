@@ -18,9 +18,13 @@ __all__ = ["ConfigError", "load_config", "load_fragment", "parse_config", "parse
 _SKELETON: Mapping[str, object] = {
     "version": 1,
     "model": {"name": "any", "max_context_tokens": 2**31 - 1, "vocab_size": 2**31 - 1},
-    "groups": [{"name": "any", "protocol": "vllm", "handshake": "ipc://any", "ranks": 1}],
+    # With a directory of their own, so that nobody's `state_dir` is too long for the sockets of these.
+    "groups": [
+        {"name": "any", "protocol": "vllm", "handshake": "ipc://any", "ranks": 1, "sockets": {"dir": "any"}},
+    ],
 }
 """Stands in for the required sections when a fragment is checked on its own."""
+_PARTS = frozenset(Config.__struct_fields__) - _SKELETON.keys()
 
 
 def load_config(path: Path) -> Config:
@@ -47,6 +51,10 @@ def _parse(text: str, path: Path | str, skeleton: Mapping[str, object]) -> Confi
     document = Document(text, path)
     if not isinstance(document.data, dict):
         raise document.error((), "expected a mapping with version, model and groups")
+    if not skeleton and document.data and document.data.keys() <= _PARTS:
+        raise document.error(
+            (), "missing key 'version'; if this is a part of a configuration, try check-config --fragment"
+        )
     config = convert(document, {**skeleton, **document.data}, Config)
     for problem in check(config):
         raise document.error(problem.loc, problem.message, at_key=problem.at_key, offset=problem.offset)

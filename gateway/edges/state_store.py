@@ -88,7 +88,9 @@ class StateStore:
         try:
             ensure_private_dir(self.directory)
         except OSError as error:
-            raise StateStoreError(f"state_dir: {error}") from error
+            advice = "; create it for this user with mode 0700, or name another directory"
+            is_denied = isinstance(error, PermissionError) and error.errno is not None
+            raise StateStoreError(f"state_dir: {error}{advice if is_denied else ''}") from error
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock_fd = os.open(self.directory / _LOCK_NAME, flags, 0o600)
         try:

@@ -61,6 +61,22 @@ def test_file_from_the_environment(path):
     assert run(env={"RANKGATE_CONFIG": str(path)}).exit_code == 0
 
 
+@pytest.mark.parametrize("flag", [[], ["-c"], ["--config"]])
+def test_what_the_command_line_names_goes_before_the_environment(path, flag):
+    result = run(*flag, path, env={"RANKGATE_CONFIG": "/nowhere"})
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "name FILE, or set RANKGATE_CONFIG"), (["a", "-c", "b"], "name one FILE, with or without -c")],
+)
+def test_one_file_is_wanted(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert f"Error: {message}\n" in result.stderr
+
+
 def test_remarks_go_to_stderr(path):
     path.write_text(BASE + "listen: {admin: 10.0.0.1:1}\n")
     result = run(path)

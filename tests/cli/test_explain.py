@@ -63,6 +63,16 @@ def test_pin_ties_and_refusal_are_said(files):
     assert "relaxed  kv_usage\n" in offline(files, "--prompt-tokens", 10).stdout
 
 
+@pytest.mark.parametrize("from_environment", [False, True])
+def test_without_a_snapshot_every_rank_is_idle(files, from_environment):
+    path = files / "g.yaml"
+    named = [] if from_environment else ["-c", path]
+    result = explain(*named, "--prompt-tokens", 10, env={"RANKGATE_CONFIG": str(path)} if from_environment else {})
+    assert (result.exit_code, result.stderr) == (0, "note: without --snapshot, every rank is READY and idle\n")
+    (files / "s.yaml").write_text("ranks: []")
+    assert result.stdout == offline(files, "--prompt-tokens", 10).stdout
+
+
 def test_policy_without_a_cost(files):
     (files / "g.yaml").write_text(BASE + "policy: {preset: round_robin}\n")
     output = offline(files, "--prompt-tokens", 10).stdout
@@ -151,7 +161,7 @@ def test_refused_request_exits_with_1(files):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt-tokens", "1"], "either --snapshot"),
+        (["--prompt-tokens", "1"], "with -c FILE or RANKGATE_CONFIG (offline), or a running gateway with --address"),
         (["--prompt-tokens", "1", "--snapshot", "s", "--address", "a:1"], "either --snapshot"),
         (["--address", "a:1"], "either --request"),
         (["--address", "a:1", "--prompt-tokens", "1", "--request", "r"], "either --request"),
@@ -216,6 +226,22 @@ def test_online_refusal_exits_with_1(admin):
     assert result.stderr == f"error: {admin.address}: INVALID_ARGUMENT: no rank 9\n"
 
 
+ADVICE = "name the gateway's listen.admin with --address or RANKGATE_ADMIN_ADDRESS\n"
+
+
+def test_a_listener_that_is_not_the_operators():
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    result = explain("--address", address, "--prompt-tokens", 10)
+    server.stop(None).wait()
+    what = "UNIMPLEMENTED: Method not found!; ranks asks listen.grpc, explain listen.admin: "
+    assert (result.exit_code, result.stderr) == (1, f"error: {address}: {what}{ADVICE}")
+    result = explain("--address", address, "--prompt-tokens", 10)
+    assert "Connection refused" in result.stderr
+    assert result.stderr.endswith(f"; {ADVICE}")
+
+
 def test_the_address_from_the_environment_and_flags_go_before_it(admin, files):
     environment = {"RANKGATE_ADMIN_ADDRESS": admin.address}
     assert explain("--prompt-tokens", 10, "--max-tokens", 5, env=environment).stdout == TABLE
@@ -224,6 +250,11 @@ def test_the_address_from_the_environment_and_flags_go_before_it(admin, files):
     assert len(admin.requests) == 1, "--snapshot asks no gateway"
     result = offline(files, "--prompt-tokens", 10, "--address", admin.address)
     assert (result.exit_code, len(admin.requests)) == (2, 1)
+    assert explain("-c", files / "g.yaml", "--prompt-tokens", 10, env=environment).exit_code == 0
+    assert len(admin.requests) == 1, "nor does -c"
+    environment["RANKGATE_CONFIG"] = str(files / "g.yaml")
+    assert explain("--prompt-tokens", 10, "--max-tokens", 5, env=environment).stdout == TABLE
+    assert len(admin.requests) == 2, "of two variables, the gateway's counts"
 
 
 def test_a_stray_variable_pins_nothing(files):

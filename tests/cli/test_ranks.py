@@ -112,11 +112,30 @@ def test_interrupting_watch_is_no_error(address, monkeypatch):
     assert (result.exit_code, result.output) == (0, "")
 
 
-@pytest.mark.parametrize("flags", [[], ["--watch", "--timeout", "0.2"]])
-def test_nobody_there(unused_address, flags):
+ADVICE = "; name the gateway's listen.grpc with --address or RANKGATE_ADDRESS\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [([], "Connection refused"), (["--watch", "--timeout", "0.2"], "no answer within 0.2 s")]
+)
+def test_nobody_there(unused_address, flags, message):
     result = ranks("--address", unused_address, *flags)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: {unused_address}: ")
+    assert message in result.stderr
+    assert result.stderr.endswith(ADVICE)
+
+
+@pytest.mark.parametrize("flags", [[], ["--watch"]])
+def test_the_listener_of_operators(flags):
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    result = ranks("--address", f"127.0.0.1:{port}", *flags)
+    server.stop(None).wait()
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "UNIMPLEMENTED: Method not found!; ranks asks listen.grpc, explain listen.admin: name" in result.stderr
+    assert result.stderr.endswith(ADVICE.removeprefix("; "))
 
 
 @pytest.fixture

@@ -40,8 +40,9 @@ def serve(*arguments, **options):
     return CliRunner().invoke(cli, ["serve", *map(str, arguments)], **options)
 
 
-def test_runs_the_file_and_exits_with_the_gateways_code(path, started):
-    assert serve("-c", path).exit_code == 7
+@pytest.mark.parametrize("flag", [["-c"], []])
+def test_runs_the_file_and_exits_with_the_gateways_code(path, started, flag):
+    assert serve(*flag, path).exit_code == 7
     ((config, given),) = started
     assert given == path
     assert config.listen.grpc == "127.0.0.1:50051"
@@ -129,7 +130,7 @@ def test_processes_that_the_transport_can_not_have_are_a_usage_error(path, start
 def test_no_file_is_a_usage_error(started):
     result = serve()
     assert result.exit_code == 2
-    assert "RANKGATE_CONFIG" in result.stderr
+    assert "Error: name FILE, or set RANKGATE_CONFIG\n" in result.stderr
     assert not started
 
 

@@ -1,12 +1,18 @@
 """Rules across keys, each reported where it can be mended."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 from msgspec import structs
 
 from gateway.config.checks import check
 from gateway.config.errors import format_loc
-from gateway.config.loader import ConfigError, parse_config
+from gateway.config.loader import ConfigError, parse_config, parse_fragment
 from gateway.config.schema import Listen, Policy, Sockets
+from gateway.edges.engine_link.endpoints import Endpoints
+from gateway.edges.engine_link.errors import LinkError
+from gateway.processes import plan
 from tests.support.config_cases import BASE, unmark
 
 SECOND = """\
@@ -104,6 +110,75 @@ def test_processes(protocol, more, message):
         assert parse_config(text.replace("§", ""), "f.yaml").processes == 3
     else:
         assert refused(text) == f"{message} (at $.processes)"
+
+
+LONG = "/" + "x" * 90
+TOO_LONG = (
+    "paths of the ranks' sockets would have {} bytes, and the system takes 107; use a shorter directory (at $.{})"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "place"),
+    [
+        (BASE + f"state_dir: §{LONG}\n", 91 + len("/sockets/rg-0-1-0123456789ab"), "state_dir"),
+        (
+            BASE.replace("ranks: 2", "ranks: 11") + f"state_dir: §é{LONG}\n",
+            94 + len("/sockets/rg-0-10-0123456789ab") - 1,
+            "state_dir",
+        ),
+        (
+            BASE + f"processes: 2\nstate_dir: §{LONG}\n",
+            91 + len("/2-processes/1/sockets/rg-0-1-0123456789ab"),
+            "state_dir",
+        ),
+        (
+            BASE + f"    sockets: {{dir: §{LONG}}}\nstate_dir: /run/a\n",
+            91 + len("/rg-0-1-0123456789ab"),
+            "groups[0].sockets.dir",
+        ),
+    ],
+)
+def test_socket_paths_that_the_system_cannot_bind(text, length, place):
+    assert refused(text) == TOO_LONG.format(length, place)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        f"    sockets: {{transport: tcp}}\nstate_dir: {LONG}\n",
+        f"    sockets: {{dir: /run/a}}\nstate_dir: {LONG}\n",
+        "state_dir: /run/a\n",
+    ],
+)
+def test_a_directory_without_sockets_may_be_long(section):
+    parse_config(BASE + section, "f.yaml")
+
+
+def test_a_part_does_not_say_whether_there_are_sockets():
+    parse_fragment(f"state_dir: {LONG}\n", "f.yaml")
+
+
+@pytest.mark.parametrize(("processes", "below"), [(1, ""), (3, "/3-processes/2")])
+def test_the_longest_socket_path_is_the_engine_link_s(processes, below):
+    fits = 107 - len(f"{below}/sockets/rg-0-1-0123456789ab")
+    with tempfile.TemporaryDirectory() as root:
+        for length, is_bound in ((fits, True), (fits + 1, False)):
+            state_dir = f"{root}/".ljust(length, "x")
+            config = structs.replace(parse_config(BASE, "f"), processes=processes, state_dir=state_dir)
+            own = state_dir if processes == 1 else plan.state_dir(config, Path(root), processes - 1)
+            assert own == state_dir + below
+            assert (not list(check(config))) == is_bound
+            assert _can_prepare(config, Path(own)) == is_bound
+
+
+def _can_prepare(config, state_dir):
+    state_dir.mkdir(parents=True, mode=0o700)
+    try:
+        Endpoints(config, state_dir).prepare(config, [0])
+    except LinkError:
+        return False
+    return True
 
 
 def test_one_ipc_path_for_two_groups():

@@ -48,6 +48,7 @@ def test_nested_mappings_lists_and_optional_ones():
         ("items: [{}, {sise: 1}]", "f:1:14: unknown key 'sise'; did you mean 'size'? (at $.items[1].sise)"),
         ("extra: {sise: 1}", "f:1:9: unknown key 'sise'; did you mean 'size'? (at $.extra.sise)"),
         ("items: [1]", "f:1:9: expected mapping, got 1 (at $.items[0])"),
+        ("items: [x]", "f:1:9: expected mapping, got the text 'x' (at $.items[0])"),
         ("extra: [1]", "f:1:8: expected mapping or null, got a list (at $.extra)"),
         ("label: 3", 'f:1:8: expected a label, got 3; quote it if it is text: "3" (at $.label)'),
         ("mode: c", "f:1:7: unknown value 'c'; expected one of a, b, null (at $.mode)"),

@@ -78,6 +78,7 @@ def test_shipped_files_survive_the_round_trip(path):
 
 
 GROUP = "  - {name: b, protocol: vllm, handshake: 'tcp://10.0.0.1:0', ranks: 2, min_ready: 0}\n"
+OTHER_HOSTS = BASE.replace("tcp://127.0.0.1:5570", "tcp://10.0.0.5:5") + "    sockets: {transport: tcp}\n"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,20 @@ GROUP = "  - {name: b, protocol: vllm, handshake: 'tcp://10.0.0.1:0', ranks: 2, 
                 "group b: ranks may dial tcp://10.0.0.1:0 from other hosts, but sockets.transport ipc serves ranks on this host only",
             ],
         ),
+        (
+            OTHER_HOSTS,
+            [
+                "group a: ranks may dial tcp://10.0.0.5:5 from other hosts, but are told to connect to sockets.host 127.0.0.1; set it to an address that they can reach"
+            ],
+        ),
+        (
+            OTHER_HOSTS.replace("tcp}", "tcp, host: '[::1]'}"),
+            [
+                "group a: ranks may dial tcp://10.0.0.5:5 from other hosts, but are told to connect to sockets.host [::1]; set it to an address that they can reach"
+            ],
+        ),
+        (OTHER_HOSTS.replace("tcp}", "tcp, host: 10.0.0.5}"), []),
+        (BASE + "    sockets: {transport: tcp}\n", []),
         (
             BASE + "failure: {eject: {max_ratio: 0.3}}\n",
             [

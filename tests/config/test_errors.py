@@ -18,6 +18,8 @@ def test_error_prints_like_a_compiler():
         (("groups", 0, "name"), "$.groups[0].name"),
         (("two words", "a.b", ""), "$['two words']['a.b']['']"),
         (("new\nline",), r"$['new\nline']"),
+        (("x" * 60,), "$." + "x" * 60),
+        (("x" * 61, "b"), "$['" + "x" * 59 + "...].b"),
     ],
 )
 def test_places_are_json_paths(loc, text):

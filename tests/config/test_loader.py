@@ -89,7 +89,11 @@ VALUES = [
     ("filters: {kv_fit: §1}\n", "unknown value 1; expected one of hard, off, soft (at $.filters.kv_fit)"),
     ("policy: {preset: §lmetrics}\n", "unknown value 'lmetrics'; expected one of least_in_flight, lmetric, p2c, predicted, random, round_robin, smg, vllm, vllm_4w_r, null; did you mean 'lmetric'? (at $.policy.preset)"),
     ("filters: §[]\n", "expected mapping, got a list (at $.filters)"),
-    ("policy: §lmetric\n", "expected mapping, got the text 'lmetric' (at $.policy)"),
+    ("policy: §lmetric\n", "expected mapping, got the text 'lmetric'; write policy: {preset: lmetric} (at $.policy)"),
+    ("policy: §lmetrics\n", "expected mapping, got the text 'lmetrics' (at $.policy)"),
+    ("slo: §off\n", "expected mapping, got the text 'off'; write slo: {mode: off} (at $.slo)"),
+    ("drain: §off\n", "expected mapping, got the text 'off' (at $.drain)"),
+    ("predictor: §random\n", "expected mapping or null, got the text 'random' (at $.predictor)"),
     ("listen: {metrics: §''}\n", "'metrics' is empty; write null to switch it off, or leave the key out for its default (at $.listen.metrics)"),
     ("listen: {grpc: §''}\n", "'grpc' is empty; leave the key out for its default (at $.listen.grpc)"),
     ("filters: {kv_fit: §''}\n", "'kv_fit' is empty; leave the key out for its default (at $.filters.kv_fit)"),
@@ -135,6 +139,24 @@ def test_no_groups():
     assert refused("version: 1\nmodel: {name: m, max_context_tokens: 1, vocab_size: 1}\ngroups: §[]\n") == (
         "expected list of length >= 1, got 0 items (at $.groups)"
     )
+
+
+PART = "missing key 'version'; if this is a part of a configuration, try check-config --fragment (at $)"
+
+
+@pytest.mark.parametrize(
+    ("marked", "message"),
+    [
+        ("§policy: {preset: p2c}\n", PART),
+        ("§policy: {preset: p2c}\nstate_dir: x\nslo: {}\n", PART),
+        ("policy: {preset: p2c}\n§polcy: 1\n", "unknown key 'polcy'; did you mean 'policy'? (at $.polcy)"),
+        ("§policy: {preset: p2c}\nmodel: {}\n", "missing key 'version' (at $)"),
+        ("§version: 1\npolicy: {preset: p2c}\n", "missing key 'model' (at $)"),
+        ("§{}\n", "missing key 'version' (at $)"),
+    ],
+)
+def test_a_part_of_a_configuration_is_told_from_one_that_lacks_a_key(marked, message):
+    assert refused(marked) == message
 
 
 def test_off_is_text_where_text_is_meant():
