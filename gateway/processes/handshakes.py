@@ -7,19 +7,22 @@ that starts anew finds its sockets in its state; what it has missed of a handsha
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 import zmq
 
+from gateway.config.checks import MAX_RANKS
 from gateway.config.schema import Config, Group
 from gateway.edges.engine_link.connections import source_fd
+from gateway.edges.engine_link.counters import LimitedLog
 from gateway.edges.engine_link.endpoints import bind, check_handshake, remove_ipc_path
 from gateway.edges.engine_link.handshake_port import MAX_FRAME_BYTES, MAX_RECEIVED_BYTES
 from gateway.edges.engine_link.reader import Socket, SocketReader
 from gateway.processes.init import merged_init
-from gateway.processes.plan import handshake_address, processes_of
+from gateway.processes.plan import handshake_address, processes_of, rank_at
 from gateway.wire.handshake import WireError, decode_hello, index_of
 
 _FACING_RANKS: dict[int, int] = {
@@ -133,12 +136,12 @@ class _Port:
             self._ignore(identity, str(error))
             return
         place = index - self._group.start_index
-        if place < 0:
-            self._ignore(identity, "an index below the group's")
+        if not 0 <= place < MAX_RANKS:
+            self._ignore(identity, "an index that no rank of the group can have")
         elif hello.status == "HELLO":
             self._greet(identity, place, payload, source_fd(frames[0]))
         else:
-            self._pass_ready(identity, payload)
+            self._pass_ready(identity, place, payload)
 
     def _greet(self, identity: bytes, place: int, payload: bytes, fd: int | None) -> None:
         rank = self._ranks.get(identity)
@@ -163,38 +166,49 @@ class _Port:
         if rank in self._leaving:
             self._leaving.remove(rank)
 
-    def _pass_ready(self, identity: bytes, payload: bytes) -> None:
+    def _pass_ready(self, identity: bytes, place: int, payload: bytes) -> None:
         rank = self._ranks.get(identity)
         if rank is None:
             self._ignore(identity, "READY without HELLO")
             return
+        is_answered = len(rank.answers) == len(rank.processes)
+        is_new = is_answered and rank.ready is None  # else it is no end of a start-up
         rank.ready, rank.ready_at = payload, time.monotonic()
         rank.missed = {process for process in rank.processes if not self._relay.is_up(process)}
         for process in rank.processes:
             if process not in rank.missed:
                 self._say(identity, rank, process, payload)
-        if len(rank.answers) == len(rank.processes):
+        if is_answered:
             rank.close()  # what was said still leaves; nothing is answered any more
+        config = self._relay.config
+        if is_new and place < config.groups[self._number].ranks:
+            self._relay.on_ready(rank_at(config, self._number, place))
 
     def _say(self, identity: bytes, rank: _Rank, process: int, payload: bytes, *, anew: bool = False) -> None:
         line = rank.lines.get(process)
         if line is not None and anew:
             # What waits in the old one must not arrive as well.
             line.close(0)
+            del rank.lines[process]
             line = None
-        if line is None:
-            line = rank.lines[process] = self._open_line(identity, rank, process)
         try:
+            if line is None:
+                line = rank.lines[process] = self._open_line(identity, rank, process)
             line.socket.send(payload, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _log.warning("handshake_not_passed_on", group=self._group.name, process=process, error=error.strerror)
-        line.reader.poke()
+        if line is not None:
+            line.reader.poke()
 
     def _open_line(self, identity: bytes, rank: _Rank, process: int) -> _Line:
         relay = self._relay
         socket: Socket = relay.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, identity)
-        socket.connect(handshake_address(relay.directory, self._number, process))
+        try:
+            socket.setsockopt(zmq.IDENTITY, identity)
+            socket.connect(handshake_address(relay.directory, self._number, process))
+        except BaseException:
+            socket.close(0)
+            raise
 
         def on_answer(frames: list[zmq.Frame]) -> None:
             self._on_answer(identity, rank, process, frames[-1].bytes)
@@ -215,16 +229,23 @@ class _Port:
             self._reader.poke()
 
     def _ignore(self, identity: bytes, why: str) -> None:
-        _log.warning("handshake_ignored", group=self._group.name, identity=identity[:16].hex(), why=why)
+        self._relay.limited_log.warning(
+            "handshake_ignored", group=self._group.name, identity=identity[:16].hex(), why=why
+        )
 
 
 class HandshakeRelay:
-    """All groups' handshake addresses. `configure` binds; `close` ends it. `directory` is where the processes listen."""
+    """All groups' handshake addresses. `configure` binds; `close` ends it. `directory` is where the processes listen.
 
-    def __init__(self, config: Config, directory: Path) -> None:
+    `on_ready` is called with the number of a rank whose engine process, a new one, is through with its start-up.
+    """
+
+    def __init__(self, config: Config, directory: Path, on_ready: Callable[[int], None]) -> None:
         self.config = config
         self.directory = directory
+        self.on_ready = on_ready
         self.loop = asyncio.get_running_loop()
+        self.limited_log = LimitedLog(_log, self.loop.time)
         self.context: zmq.Context[Socket] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._ports: dict[int, _Port] = {}

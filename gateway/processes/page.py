@@ -1,7 +1,7 @@
 """The metrics page of several processes: asks all of them for theirs and merges, at each scrape."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import structlog
 from prometheus_client import CollectorRegistry, Metric
@@ -51,8 +51,10 @@ class MergedPage(Collector):
         """A process has ended: what it had counted when it was asked last stays in the sums."""
         last = self._last.pop(process, None)
         if last is not None:
+            # A new object: a scrape's thread may be about to add what was retired before.
             ended = exposition.counts_of(exposition.read([last]))
-            exposition.add_retired(self._retired, ended)
+            exposition.add_retired(ended, self._retired)
+            self._retired = ended
 
     def describe(self) -> list[Metric]:
         """Nothing: registration must not ask anybody."""
@@ -60,19 +62,22 @@ class MergedPage(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """What all processes export, and which of them are up."""
-        pages = asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(2 * TIMEOUT_S)
+        pages, retired = asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(2 * TIMEOUT_S)
         families = exposition.read(pages)
-        exposition.add_retired(families, self._retired)
+        exposition.add_retired(families, retired)
         yield from exposition.metrics(families)
         yield make_family(catalogue.CONFIG_INFO, [((fingerprint(self.config),), 1)])
         up: list[Series] = [((str(child.number),), float(child.is_up)) for child in self._children]
         yield make_family(exposition.UP, up)
         yield make_family(exposition.RESTARTS, [((str(child.number),), child.restarts) for child in self._children])
 
-    async def _ask(self) -> list[Page]:
-        """Of a process that does not answer, what it said last: else its counts would come and go."""
+    async def _ask(self) -> tuple[list[Page], Mapping[str, Family]]:
+        """What the processes say, and what those that have ended had counted: of one moment, so that none is in both.
+
+        Of a process that does not answer, what it said last: else its counts would come and go.
+        """
         await asyncio.gather(*(self._ask_one(child) for child in self._children))
-        return [self._last[process] for process in sorted(self._last)]
+        return [self._last[process] for process in sorted(self._last)], self._retired
 
     async def _ask_one(self, child: Child) -> None:
         peer = child.peer

@@ -29,16 +29,25 @@ def owned_ranks(config: Config, process: int) -> frozenset[int] | None:
     """The ranks that only this process has; None where all have all."""
     if shares_ranks(config):
         return None
-    ranks = range(sum(group.ranks for group in config.groups))
+    ranks = range(ranks_of(config))
     return frozenset(rank for rank in ranks if owner_of(rank, config.processes) == process)
+
+
+def ranks_of(config: Config) -> int:
+    """How many ranks there are."""
+    return sum(group.ranks for group in config.groups)
+
+
+def rank_at(config: Config, number: int, place: int) -> int:
+    """The number, through all groups, of the rank at a place of group `number`."""
+    return sum(group.ranks for group in config.groups[:number]) + place
 
 
 def processes_of(config: Config, number: int, place: int) -> tuple[int, ...]:
     """The processes that answer the rank at a place of group `number`, in the order of their client indexes."""
     if shares_ranks(config):
         return tuple(range(config.processes))
-    first = sum(group.ranks for group in config.groups[:number])
-    return (owner_of(first + place, config.processes),)
+    return (owner_of(rank_at(config, number, place), config.processes),)
 
 
 def handshake_address(directory: Path, number: int, process: int) -> str:

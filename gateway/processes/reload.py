@@ -11,7 +11,7 @@ import structlog
 
 from gateway.config.errors import ConfigError
 from gateway.config.schema import Config
-from gateway.edges.reload import Outcome
+from gateway.edges.reload import READ_TIMEOUT_S, Outcome
 from gateway.edges.side_thread import in_side_thread
 from gateway.processes.child import Child
 from gateway.processes.handshakes import HandshakeRelay
@@ -46,11 +46,19 @@ class JointReload:
         """Reload all processes that are up, or none. The outcome is the first one's that has something against it."""
         async with self._lock:
             try:
-                text = await in_side_thread(self._source.read)
-                wanted = await in_side_thread(partial(self._source.parse, text))
+                async with asyncio.timeout(READ_TIMEOUT_S):
+                    text = await in_side_thread(self._source.read)
+                    wanted = await in_side_thread(partial(self._source.parse, text))
             except ConfigError as error:
                 return await self._refused(self._children, cause, str(error))
-            problems = await self._problems(text)
+            except TimeoutError:
+                problem = f"the file could not be read within {READ_TIMEOUT_S:g} s"
+                return await self._refused((), cause, problem, result="failed")
+            try:
+                problems = await self._problems(text)
+            except PeerError as error:
+                # It is not asked to refuse: what could not check the text might come to itself and take it, alone.
+                return await self._refused((), cause, str(error), result="failed")
             if problems:
                 return await self._refused(list(problems), cause, "; ".join(next(iter(problems.values()))), text)
             return await self._apply(cause, text, wanted)
@@ -85,7 +93,7 @@ class JointReload:
         return outcomes[0] if outcomes else _outcome("applied", cause)
 
     async def _problems(self, text: str) -> dict[Child, list[str]]:
-        """What processes have against the text."""
+        """What processes have against the text. Raises PeerError when one can't say."""
         found = {}
         for child in self._children:
             if child.is_up:

@@ -27,6 +27,7 @@ from gateway.processes.handshakes import HandshakeRelay
 from gateway.processes.held_port import HeldPort
 from gateway.processes.page import MergedPage
 from gateway.processes.peer import PeerError
+from gateway.processes.plan import ranks_of
 from gateway.processes.reload import JointReload
 from gateway.processes.source import Source
 
@@ -96,12 +97,14 @@ class Supervisor:
         self._security = Security(config.listen)
         handlers = {"reload": self._on_reload, "everywhere": self._on_everywhere}
         self._children = [Child(number, handlers) for number in range(config.processes)]
-        self._relay = HandshakeRelay(config, directory)
+        self._relay = HandshakeRelay(config, directory, self._on_ready)
         self._page = MergedPage(config, self._children)
         self._reload = JointReload(self._children, source, self._relay, text, config, self._in_force)
         self._held: HeldPort | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        # What a process that starts is asked for, so only what holds in those that run: the first that it refused would
+        # keep it from ever starting.
         self._drained: dict[int, bytes] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -194,8 +197,9 @@ class Supervisor:
         )
         await self._reload.catch_up(child, text)
         self._relay.started(child.number)
-        for request in self._drained.values():
-            await child.ask("apply", {"method": "DrainRank", "request": request}, _APPLY_TIMEOUT_S)
+        for rank, request in list(self._drained.items()):
+            if self._drained.get(rank) is request:  # else it ended while the process was asked for another one
+                await child.ask("apply", {"method": "DrainRank", "request": request}, _APPLY_TIMEOUT_S)
 
     async def _keep(self, child: Child) -> int:
         """Start the process again whenever it ends, until all are to stop. Returns its last exit code."""
@@ -254,7 +258,9 @@ class Supervisor:
     async def _on_everywhere(self, body: Any) -> dict[int, bytes]:
         """The first process was asked for what all have to do. Returns the others' answers."""
         if body["method"] == "DrainRank":
-            self._drained[body["rank"]] = body["request"]
+            # A rank that was removed and still ends its work is unknown to a process that starts now.
+            if body["rank"] < ranks_of(self.config):
+                self._drained[body["rank"]] = body["request"]
         elif body["method"] == "UndrainRank":
             self._drained.pop(body["rank"], None)
         answers: dict[int, bytes] = {}
@@ -265,8 +271,14 @@ class Supervisor:
                 self.log.warning("not_applied", process=child.number, method=body["method"], error=str(error))
         return answers
 
+    def _on_ready(self, rank: int) -> None:
+        """A new engine process has the rank: a restart is what it was drained for."""
+        self._drained.pop(rank, None)
+
     def _in_force(self, config: Config) -> None:
         self.config = self._page.config = config
+        for rank in [rank for rank in self._drained if rank >= ranks_of(config)]:
+            del self._drained[rank]
         logs.configure(config.observability.log_level, config.observability.log_format)
 
     def _say_ready(self) -> None:

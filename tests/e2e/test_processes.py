@@ -226,6 +226,31 @@ async def test_ranks_that_come_back_join_everywhere(protocol, clients):
         assert await asyncio.to_thread(site.gateway.wait) == 0
 
 
+async def test_a_drain_ends_with_its_rank_and_with_a_restart_of_it():
+    with Several("vllm", RANKS, reload={"watch_interval_s": None}) as site:
+        await asyncio.to_thread(site.start)
+        for rank in (1, RANKS - 1):
+            answer = await asyncio.to_thread(site.call, "AdminService/DrainRank", {"rank": rank})
+            assert answer.message["rank"]["state"] == "RANK_STATE_DRAINING"
+        config = json.loads(site.config_path.read_text())
+        config["groups"][0]["ranks"] = RANKS - 1
+        site.config_path.write_text(json.dumps(config))
+        site.gateway.send(signal.SIGHUP)
+        await waited(lambda: len(site.gateway.events("config_reloaded")) == 2, "both to reload")
+        site.engines[0].kill()
+        await waited(lambda: not site.joined(), "all to notice")
+        site.start_ranks(RANKS - 1)
+        left = {key for key in site.expected_joins() if key[1] < RANKS - 1}
+        await waited(lambda: site.joined() == left, "them to be back, and none drained")
+        mark = site.kill(1)
+        await waited(lambda: site.gateway.events("process_restarted"), "the process to be started again")
+        await waited(lambda: site.joined(mark) == {key for key in left if key[0] == 1}, "its ranks")
+        await asyncio.sleep(0.5)
+        assert site.joined(mark) == {key for key in left if key[0] == 1}, "and none is drained again"
+        assert not site.gateway.events("process_not_started")
+        assert site.gateway.stop() == 0
+
+
 async def test_reloads_are_everybodys_or_nobodys(clients):
     with Several("vllm", RANKS, reload={"watch_interval_s": None}) as site:
         await asyncio.to_thread(site.start)

@@ -1,19 +1,23 @@
 """The supervisor's part of a rank's handshake, between a rank and processes that the test plays."""
 
 import asyncio
+import errno
 import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 import zmq
 import zmq.asyncio
 
+from gateway.config.checks import MAX_RANKS
 from gateway.edges.engine_link.connections import source_fd
 from gateway.processes.handshakes import HandshakeRelay
 from gateway.processes.plan import handshake_address
 from gateway.wire.handshake import encode_init
 from tests.processes.test_plan import config_of
+from tests.support.grpc_edge import until
 
 HELLO = msgspec.msgpack.encode({"status": "HELLO", "local": True, "headless": True})
 READY = msgspec.msgpack.encode({"status": "READY", "local": True, "headless": True})
@@ -22,7 +26,7 @@ QUIET_S = 0.3
 
 
 class Site:
-    """A relay for two processes; `listen` plays one of them, `rank` an engine."""
+    """A relay for two processes; `listen` plays one of them, `rank` an engine. `started_ranks` are those that it tells."""
 
     def __init__(self, protocol):
         self._temporary = tempfile.TemporaryDirectory(prefix="rgp-")
@@ -31,7 +35,9 @@ class Site:
         self._sockets = []
         config = config_of(protocol)
         group = msgspec.structs.replace(config.groups[0], handshake=f"ipc://{self.directory}/front")
-        self.relay = HandshakeRelay(msgspec.structs.replace(config, groups=(group,)), self.directory)
+        self.started_ranks = []
+        config = msgspec.structs.replace(config, groups=(group, *config.groups[1:]))
+        self.relay = HandshakeRelay(config, self.directory, self.started_ranks.append)
         self.relay.configure(self.relay.config)
 
     async def close(self):
@@ -45,10 +51,10 @@ class Site:
         self._sockets.append(self.context.socket(kind))
         return self._sockets[-1]
 
-    def listen(self, process):
+    def listen(self, process, number=0):
         socket = self.open(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.bind(handshake_address(self.directory, 0, process))
+        socket.bind(handshake_address(self.directory, number, process))
         self.relay.started(process)
         return socket
 
@@ -57,10 +63,10 @@ class Site:
         Path(handshake_address(self.directory, 0, process).removeprefix("ipc://")).unlink(missing_ok=True)
         self.relay.died(process)
 
-    def rank(self, index=0):
+    def rank(self, index=0, number=0):
         socket = self.open(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, index.to_bytes(2, "little"))
-        socket.connect(self.relay.addresses[0])
+        socket.connect(self.relay.addresses[number])
         return socket
 
 
@@ -162,6 +168,46 @@ async def shake_hands(site, rank, listening):
     return identity
 
 
+async def test_a_rank_that_has_started_is_told_once(make_site):
+    site = make_site("vllm")
+    listening = {process: site.listen(process) for process in range(2)}
+    ranks = [site.rank(index) for index in (2, 4)]
+    for rank in ranks:
+        identity = await shake_hands(site, rank, listening)
+        for _ in range(2):
+            await rank.send(READY)
+            for socket in listening.values():
+                assert await heard(socket) == [identity, READY]
+    assert site.started_ranks == [2], "place 4 is none of the group's, and could be another group's first rank"
+    again = site.rank(2)
+    await again.send(HELLO)
+    for socket in listening.values():
+        await heard(socket)
+    await again.send(READY)
+    for socket in listening.values():
+        await heard(socket)
+    assert site.started_ranks == [2], "who was told no addresses has not started"
+    await shake_hands(site, again, listening)
+    await again.send(READY)
+    for socket in listening.values():
+        await heard(socket)
+    assert site.started_ranks == [2, 2]
+
+
+async def test_a_rank_is_told_by_its_number_through_all_groups(make_site):
+    site = make_site("vllm")
+    config = site.relay.config
+    more = msgspec.structs.replace(config.groups[0], name="more", handshake=f"ipc://{site.directory}/second")
+    site.relay.configure(msgspec.structs.replace(config, groups=(*config.groups, more)))
+    listening = {process: site.listen(process, number=1) for process in range(2)}
+    rank = site.rank(3, number=1)
+    await shake_hands(site, rank, listening)
+    await rank.send(READY)
+    for socket in listening.values():
+        await heard(socket)
+    assert site.started_ranks == [7]
+
+
 async def test_ready_is_repeated_to_who_was_not_there(make_site):
     site = make_site("vllm")
     first, second, rank = site.listen(0), site.listen(1), site.rank()
@@ -223,6 +269,69 @@ async def test_what_is_no_handshake_reaches_nobody(make_site, frames):
     await rank.send(HELLO)
     assert (await heard(first))[0] == (2).to_bytes(2, "little")
     assert (await heard(second))[0] == (2).to_bytes(2, "little")
+
+
+async def test_an_index_that_no_rank_can_have_opens_nothing(make_site):
+    site = make_site("vllm")
+    first = site.listen(0)
+    with structlog.testing.capture_logs() as lines:
+        for index in (MAX_RANKS, 0xFFFF):
+            await site.rank(index).send(HELLO)
+        await site.rank(MAX_RANKS - 1).send(HELLO)
+        assert (await heard(first))[0] == (MAX_RANKS - 1).to_bytes(2, "little")
+        assert await is_quiet(first)
+    assert [line["event"] for line in lines] == ["handshake_ignored"], "and is logged once in a while"
+    assert lines[0]["why"] == "an index that no rank of the group can have"
+
+
+async def test_what_is_ignored_is_logged_once_in_a_while(make_site, monkeypatch):
+    site = make_site("vllm")
+    first, stray = site.listen(0), site.rank(1)
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(20):
+            await stray.send(b"\xff")
+        await stray.send(HELLO)
+        await heard(first)
+        assert len(lines) == 1
+        monkeypatch.setattr(site.relay.limited_log, "_interval_s", 0.0)
+        await stray.send(b"\xff")
+        await stray.send(HELLO)
+        await heard(first)
+    assert [line.get("suppressed") for line in lines] == [None, 19]
+
+
+@pytest.mark.parametrize("kind", ["new", "anew"])
+async def test_a_socket_that_can_not_be_opened_ends_nothing(make_site, monkeypatch, kind):
+    site = make_site("vllm")
+    first, second = site.listen(0), site.listen(1)
+    rank = site.rank(1)
+    if kind == "anew":
+        await rank.send(HELLO)
+        await heard(first)
+        await heard(second)
+    failures = []
+    with structlog.testing.capture_logs() as lines, monkeypatch.context() as patch:
+
+        def fail(*_):
+            failures.append(errno.EMFILE)
+            raise zmq.ZMQError(errno.EMFILE)
+
+        patch.setattr(site.relay.context, "socket", fail)
+        if kind == "anew":
+            site.relay.died(1)
+            site.relay.started(1)
+        else:
+            await rank.send(HELLO)
+            async with asyncio.timeout(WAIT_S):
+                await until(lambda: len(failures) == 2)
+            site.relay.died(0)
+    assert {line["event"] for line in lines} == {"handshake_not_passed_on"}
+    if kind == "new":
+        site.relay.started(0)
+        assert (await heard(first))[1] == HELLO
+    site.relay.died(1)
+    site.relay.started(1)
+    assert (await heard(second))[1] == HELLO, "it is repeated"
 
 
 async def test_an_address_in_use_changes_nothing(make_site):
