@@ -16,6 +16,7 @@ from engine_stub import forwarding
 from engine_stub.backend import Backend
 from engine_stub.config import StubConfig
 from engine_stub.emitting import Emitter
+from engine_stub.failures import FailureLog
 from engine_stub.faults import Faults, FaultState
 from engine_stub.inbox import Inbox
 from engine_stub.records import Records
@@ -70,6 +71,7 @@ class RankEngine:
         self.telemetry = Telemetry(self.scheduler, backend.info, interval_s=settings.rate_interval_s, now=clock())
         self.timer = StepTimer(clock) if settings.step_timing else None
         self.log = EventLog(settings.event_limit, index) if settings.event_log else None
+        self._failures = FailureLog(index, clock)
         self._clock = clock
         self._config = config
         self._index = index
@@ -323,7 +325,11 @@ class RankEngine:
         self, problem: Problem, request: Request | None, finish: Finish = "error", reason: str | None = None
     ) -> None:
         """Record a bad input and let it have its effect; a kind rank answers instead of dying."""
-        self.records.bad_input(problem, None if request is None else request.id)
+        request_id = None if request is None else request.id
+        self.records.bad_input(problem, request_id)
+        # What admission gave a reason for is logged as refused, and an abort is nobody's failure.
+        if reason is None and finish == "error" and problem.consequence is not Consequence.SERVED:
+            self._failures.note(request_id, problem)
         kills = problem.consequence in (Consequence.DEAF, Consequence.MUTE, Consequence.DEAD)
         if kills and self._config.strict_vllm:
             self.fate = Fate(problem.consequence.value)

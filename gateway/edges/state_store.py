@@ -63,7 +63,10 @@ def ensure_private_dir(path: Path) -> None:
     Raises OSError. Whoever can enter the directory can pose as a rank or as the gateway, since
     neither engine's wire has authentication.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # `parents=True` would leave to the umask who can enter those that are missing.
+    for each in (*reversed(path.parents), path):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode):
         raise NotADirectoryError(f"{path} is not a directory (symbolic links are refused)")

@@ -125,6 +125,15 @@ async def test_garbage_on_the_handshake_port_is_counted_and_ends_nothing(identit
         await harness.joined_engine(0)
 
 
+async def test_an_engine_beyond_the_configured_ranks_is_told_of_in_its_own_numbers():
+    async with running_link(ranks=2, start_index=4) as harness:
+        harness.engine(6).hello()
+        await until(lambda: harness.logged("handshake_unknown_index"))
+        (line,) = harness.logged("handshake_unknown_index")
+        assert (line["engine_index"], line["configured"]) == (6, "4..5")
+        assert line["hint"] == "raise groups[].ranks, or correct start_index"
+
+
 async def test_a_frame_beyond_the_sockets_bound_only_costs_its_sender_the_connection():
     async with running_link() as harness:
         stray = harness.engine(1)

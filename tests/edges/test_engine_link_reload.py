@@ -81,6 +81,7 @@ async def test_a_removed_rank_is_closed_and_its_hello_is_for_nobody():
         assert harness.link.state_of(1) is LinkState.EMPTY
         gone.hello()
         await until(lambda: harness.link.counters.handshakes.get("unknown_index") == 1)
+        assert harness.logged("handshake_unknown_index")[0]["configured"] == "0..0", "what is so after the reload"
         assert (addresses_of(harness, 0), harness.link.state_of(0)) == (addresses, LinkState.JOINED)
         assert not harness.losses, "nobody lost it"
         configure(harness, 1)

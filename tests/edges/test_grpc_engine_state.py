@@ -170,7 +170,22 @@ async def test_the_rest_of_the_service_is_unimplemented_in_words(family):
             kind = edge.channel.unary_stream if method.server_streaming else edge.channel.unary_unary
             call = kind(path)(b"")
             assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert (await call.details()).startswith(f"{method.name} is not implemented by this gateway; ")
+            assert (await call.details()).startswith(f"{method.name} is not implemented by this gateway")
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "advice"),
+    [
+        ({"tokenizer_path": "/models/tiny"}, "GetTokenizer", "; load it from the path that GetModelInfo names"),
+        ({}, "GetTokenizer", "; set model.tokenizer_path, and load it from there"),
+        ({}, "SubscribeKvEvents", ""),
+    ],
+)
+async def test_what_to_do_instead_is_something_that_helps(family, model, name, advice):
+    async with serve_engine(family, model=model) as edge:
+        (service,) = edge.pb.DESCRIPTOR.services_by_name.values()
+        call = edge.channel.unary_stream(f"/{service.full_name}/{name}")(b"")
+        assert await call.details() == f"{name} is not implemented by this gateway{advice}"
 
 
 async def test_exactly_one_engine_service_is_listed(family):

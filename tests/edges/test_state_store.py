@@ -113,6 +113,18 @@ def test_the_lock_names_its_owner_and_is_given_back(store):
     second.close()
 
 
+def test_directories_on_the_way_that_are_missing_are_private_as_well(tmp_path):
+    """Of several processes each has one below `state_dir`, which a single process must take again."""
+    store = StateStore(tmp_path / "state" / "2-processes" / "0")
+    store.open()
+    store.close()
+    for path in (store.directory, *store.directory.parents[:2]):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    single = StateStore(tmp_path / "state")
+    single.open()
+    single.close()
+
+
 @pytest.mark.parametrize("mode", [0o750, 0o705, 0o777])
 def test_a_directory_that_others_can_enter_is_refused(tmp_path, mode):
     tmp_path.chmod(mode)

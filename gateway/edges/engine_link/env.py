@@ -76,5 +76,6 @@ class LinkEnv:
     counters: LinkCounters
     endpoints: Endpoints
     store: StateStore | None
+    max_context_tokens: int
     log: FilteringBoundLogger
     limited_log: LimitedLog

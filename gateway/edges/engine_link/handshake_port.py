@@ -21,6 +21,7 @@ from gateway.wire.handshake import WireError, decode_hello, index_of
 MAX_FRAME_BYTES = 64 * 1024
 """A HELLO has under 200 bytes; larger frames are garbage, and libzmq itself cuts off those above the next bound."""
 MAX_RECEIVED_BYTES = 1024 * 1024
+_UNKNOWN_HINT = "raise groups[].ranks, or correct start_index"
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
     zmq.ROUTER_MANDATORY: 1,
@@ -111,12 +112,18 @@ class HandshakePort:
         if rank is None:
             if hello.status == "HELLO" and 0 <= place < MAX_RANKS:
                 self._early[place] = source_fd(frames[0])
-            self._reject("unknown_index", identity, engine_index=index)
+            self._reject("unknown_index", identity, engine_index=index, configured=self._configured, hint=_UNKNOWN_HINT)
             return
         if hello.status == "HELLO":
             rank.on_hello(source_fd(frames[0]))
         else:
             rank.on_ready()
+
+    @property
+    def _configured(self) -> str:
+        """The numbers that engines may dial with."""
+        first = self._group.start_index
+        return f"{first + min(self._ranks)}..{first + max(self._ranks)}" if self._ranks else "none"
 
     def _reject(self, outcome: str, identity: bytes, **facts: object) -> None:
         self._counters.handshakes.add(outcome)

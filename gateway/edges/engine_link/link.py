@@ -195,6 +195,7 @@ class EngineLink:
             counters=self.counters,
             endpoints=Endpoints(config, store.directory if store is not None else None),
             store=store,
+            max_context_tokens=config.model.max_context_tokens,
             log=self._log,
             limited_log=LimitedLog(self._log, loop.time),
         )

@@ -33,7 +33,9 @@ from gateway.edges.engine_link.coordinator import MeetingPoint, ReportIntake
 from gateway.edges.engine_link.env import LinkEnv
 from gateway.edges.engine_link.errors import LinkError
 from gateway.edges.engine_link.intake import Intake
+from gateway.edges.engine_link.join_wait import JoinWait
 from gateway.edges.engine_link.loss import PendingLoss
+from gateway.edges.engine_link.misfit import log_misfit
 from gateway.edges.engine_link.opener import ChannelOpener
 from gateway.edges.engine_link.records import RankMemory
 from gateway.edges.engine_link.sender import Sender
@@ -91,6 +93,7 @@ class RankLink:
         self._opener = ChannelOpener(env, self._identity, group_number, index, codec)
         self._memory = RankMemory(env, group, index)
         self._log = env.log.bind(rank=rank, group=group.name, engine_index=self._engine_index)
+        self._wait = JoinWait(env.loop.time, self._log)
         self._channel: Channel | None = None
         self._sender: Sender | None = None
         self._info: RankInfo | None = None
@@ -124,6 +127,7 @@ class RankLink:
             memory.forget()
             return
         self.state = LinkState.DETACHED if is_complete else LinkState.JOINING
+        self._wait.begin()
         self._log.info("rank_awaited", state=self.state.value, incarnation=memory.incarnation)
 
     def close(self, linger_ms: int) -> None:
@@ -147,6 +151,10 @@ class RankLink:
         """Safety tick: look for lost edges, and answer a HELLO for which there were no sockets."""
         if self._channel is not None:
             self._channel.poke(with_monitors=with_monitors)
+        if self.state is LinkState.JOINING and self._channel is not None:
+            self._wait.look(
+                self._channel.addresses, is_ready=self._memory.is_ready, is_registered=self._info is not None
+            )
         if self._sender is not None and self._loss is None:
             self._sender.poke()
         if self._is_hello_held and with_monitors and self._is_replaceable:
@@ -285,6 +293,7 @@ class RankLink:
         self._channel, self._info = channel, None
         self.state = LinkState.JOINING
         self._memory.begin(channel.addresses)
+        self._wait.begin()
         self._log.info("rank_joining", input=channel.input.address, output=channel.output.address)
 
     def _give_way(self) -> None:
@@ -334,19 +343,17 @@ class RankLink:
             memory.incarnation,
             on_unreachable=lambda: self._begin_loss(UNREACHABLE, expects_rows=False),
         )
-        self._question(info)
+        log_misfit(
+            self._log,
+            info,
+            protocol=self._protocol,
+            is_coupled=self._is_coupled,
+            max_context_tokens=self._env.max_context_tokens,
+        )
         self._env.counters.handshakes.add("reattached" if reattached else "joined")
         self._env.events.emit(
             RankJoined(rank=self.rank, incarnation=memory.incarnation, info=info, reattached=reattached)
         )
-
-    def _question(self, info: RankInfo) -> None:
-        """Say what of the rank's own words does not go with the configuration of its group."""
-        if not self._protocol.may_be(info.engine_version):
-            self._log.error("protocol_mismatch", protocol=self._protocol.name, engine_version=info.engine_version)
-        elif self._protocol.coordinator is not None and info.data_parallel_size > 1 and not self._is_coupled:
-            # Its ranks step together; nobody wakes the others when one of them is given work.
-            self._log.warning("group_not_coupled", data_parallel_size=info.data_parallel_size)
 
     def on_output_read(self) -> None:
         """Messages were read from the batch socket: a connection that they came over is known by now."""

@@ -50,7 +50,7 @@ class EngineService(ABC):
     """One family's service. What a request means and how the ranks are summed up is here; messages are the family's.
 
     `messages` is the generated module, whose names both families share; `unimplemented` maps methods that the gateway
-    does not have (yet) to what to do instead.
+    does not have (yet) to what to do instead, "" where nothing does the same.
     """
 
     layout: ClassVar[Layout]
@@ -61,7 +61,7 @@ class EngineService(ABC):
         "StartProfile": "profile the engine directly",
         "StopProfile": "profile the engine directly",
         "GetTokenizer": "load it from the path that GetModelInfo names",
-        "SubscribeKvEvents": "poll GetLoads instead",
+        "SubscribeKvEvents": "",
     }
 
     def __init__(self, config: Config, driver: Driver) -> None:
@@ -104,6 +104,10 @@ class EngineService(ABC):
     def service(self) -> Service:
         """The service as a table of methods."""
         pb = self.messages
+        missing = self.unimplemented
+        if self.model.tokenizer_path is None:
+            # GetModelInfo's path is only the model's name then.
+            missing = missing | {"GetTokenizer": "set model.tokenizer_path, and load it from there"}
         methods = (
             generate_method(self._driver, self._reader, self._prepare),
             unary("HealthCheck", pb.HealthCheckRequest, self._health_check),
@@ -111,7 +115,7 @@ class EngineService(ABC):
             unary("GetModelInfo", pb.GetModelInfoRequest, self._get_model_info),
             unary("GetServerInfo", pb.GetServerInfoRequest, self._get_server_info),
             unary("GetLoads", pb.GetLoadsRequest, self._get_loads),
-            *(_unimplemented(name, advice) for name, advice in self.unimplemented.items()),
+            *(_unimplemented(name, advice) for name, advice in missing.items()),
         )
         return Service(self.service_name, methods, self._reader.configure)
 
@@ -244,9 +248,10 @@ def refuse(message: Message, unsupported: Mapping[str, str], path: str = "") -> 
 
 
 def _unimplemented(name: str, advice: str) -> Method:
-    """The status says in words that the method is missing and what to do."""
+    """The status says in words that the method is missing and what to do, if anything."""
+    text = f"{name} is not implemented by this gateway" + (f"; {advice}" if advice else "")
 
     async def call(_data: bytes, context: RpcContext) -> NoReturn:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not implemented by this gateway; {advice}")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
 
     return Method(name, "server_stream" if name in _STREAMS else "unary", call)
