@@ -39,7 +39,7 @@ class Client:
             self._channel = grpc.aio.secure_channel(address, credentials, options=options)
         self._metadata = tuple(metadata)
         self._max_buffered_tokens = max_buffered_tokens
-        self._slots = asyncio.Semaphore(max_live)
+        self._room = asyncio.Semaphore(max_live)
         self._stream: Stream | None = None
         self._next_number = 1
 
@@ -62,11 +62,11 @@ class Client:
         if not request.request_id:
             request.request_id = f"c{self._next_number}"
             self._next_number += 1
-        await self._slots.acquire()
+        await self._room.acquire()
         try:
             stream = self._open()
         except BaseException:
-            self._slots.release()
+            self._room.release()
             raise
         return stream.start(request)
 
@@ -86,7 +86,5 @@ class Client:
 
     def _open(self) -> Stream:
         if self._stream is None or self._stream.is_over:
-            self._stream = Stream(
-                self._channel, self._metadata, self._max_buffered_tokens, on_ended=self._slots.release
-            )
+            self._stream = Stream(self._channel, self._metadata, self._max_buffered_tokens, on_ended=self._room.release)
         return self._stream

@@ -1,47 +1,43 @@
-"""One request's outputs as they arrive."""
+"""One request as its caller sees it."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from gateway.client.errors import GenerationError
+from gateway.client.outputs import Outputs
 from gateway.v1 import gateway_pb2
-
-Abort = Callable[["Generation"], None]
 
 
 class Generation:
     """An async iterator over a request's `GenerateResponse` messages; ends after the last sequence's `finish`.
 
     Raises `GenerationError` after the outputs that came before the error. Leaving `async with` early aborts the request.
+    One that is let go of without it runs on, but what comes for it is thrown away.
     """
 
-    def __init__(self, request: gateway_pb2.GenerateRequest, abort: Abort, on_read: Callable[[int], None]) -> None:
-        self.request_id = request.request_id
-        self.is_ended = False
-        """Nothing more will arrive; there may be outputs that were not read yet."""
-        self._unfinished = request.sampling.n or 1
-        self._outputs: deque[gateway_pb2.GenerateResponse] = deque()
-        self._error: GenerationError | None = None
-        self._arrived = asyncio.Event()
+    def __init__(self, outputs: Outputs, abort: Callable[[Outputs], None]) -> None:
+        self._outputs = outputs
         self._abort = abort
-        self._on_read = on_read
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def request_id(self) -> str:
+        """The id that was given, or the one that the client chose."""
+        return self._outputs.request_id
+
+    @property
+    def is_ended(self) -> bool:
+        """Nothing more will arrive; there may be outputs that were not read yet."""
+        return self._outputs.is_ended
 
     def __aiter__(self) -> "Generation":
         return self
 
     async def __anext__(self) -> gateway_pb2.GenerateResponse:
-        while not self._outputs:
-            if self.is_ended:
-                if self._error is not None:
-                    raise self._error
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        output = self._outputs.popleft()
-        self._on_read(len(output.token_ids))
+        output = await self._outputs.next()
+        if output is None:
+            raise StopAsyncIteration
         return output
 
     async def tokens(self) -> list[int]:
@@ -51,7 +47,7 @@ class Generation:
     def abort(self) -> None:
         """Ask for the request's end; reading then raises `GenerationError` with reason ABORTED. Nothing once ended."""
         if not self.is_ended:
-            self._abort(self)
+            self._abort(self._outputs)
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,23 +56,9 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.abort()
-        self._discard()
+        self._outputs.leave()
 
-    def put(self, output: gateway_pb2.GenerateResponse) -> None:
-        """Called by the stream: the next output."""
-        self._outputs.append(output)
-        if output.HasField("finish"):
-            self._unfinished -= 1
-            self.is_ended = self._unfinished == 0
-        self._arrived.set()
-
-    def fail(self, error: GenerationError) -> None:
-        """Called by the stream: nothing more will come."""
-        self.is_ended = True
-        self._error = error
-        self._arrived.set()
-
-    def _discard(self) -> None:
-        """Nobody will read what is left."""
-        while self._outputs:
-            self._on_read(len(self._outputs.popleft().token_ids))
+    def __del__(self) -> None:
+        # The garbage collector calls from any thread and between any two steps of the loop's: the loop itself does it.
+        if not (self._outputs.is_settled or self._loop.is_closed()):
+            self._loop.call_soon_threadsafe(self._outputs.leave)

@@ -1,4 +1,4 @@
-"""One GenerateMany stream and the generations that live on it."""
+"""One GenerateMany stream and the requests that live on it."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,14 @@ import grpc
 
 from gateway.client.errors import GenerationError, from_call, from_status
 from gateway.client.generation import Generation
+from gateway.client.outputs import Outputs
 from gateway.v1 import gateway_pb2
 
 METHOD = "/gateway.v1.GatewayService/GenerateMany"
 
 
 class Stream:
-    """Sends instructions one after the other and gives each response to its generation. `on_ended`: one has ended."""
+    """Sends instructions one after the other and gives each response to its request. `on_ended`: one has ended."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class Stream:
             response_deserializer=gateway_pb2.GenerateManyResponse.FromString,
         )
         self._call = method(metadata=metadata)
-        self._live: dict[str, Generation] = {}
+        self._live: dict[str, Outputs] = {}
         self._on_ended = on_ended
         self._max_buffered_tokens = max_buffered_tokens
         self._buffered_tokens = 0
@@ -42,6 +43,8 @@ class Stream:
         # At most one start and a few aborts per live request wait here.
         self._instructions: deque[gateway_pb2.GenerateManyRequest] = deque()
         self._has_instructions = asyncio.Event()
+        # Standing still for want of room must not outlast the call, or nobody here would learn that it has ended.
+        self._call.add_done_callback(lambda _: self._has_room.set())
         self.is_over = False
         self._reader = asyncio.create_task(self._read())
         self._writer = asyncio.create_task(self._write())
@@ -51,21 +54,20 @@ class Stream:
         if request.request_id in self._live:
             self._on_ended()
             raise ValueError(f"request id {request.request_id!r} is live on this stream")
-        generation = self._live[request.request_id] = Generation(request, self._abort, self._on_read)
+        outputs = self._live[request.request_id] = Outputs(request, self._on_read)
         if self.is_over:
-            self._end(generation, GenerationError(grpc.StatusCode.UNAVAILABLE, "the stream ended"))
+            self._end(outputs, GenerationError(grpc.StatusCode.UNAVAILABLE, "the stream ended"))
         else:
             self._send(gateway_pb2.GenerateManyRequest(start=request))
-        return generation
+        return Generation(outputs, self._abort)
 
     async def cancel(self) -> None:
-        """End the call and every generation on it."""
+        """End the call and every request on it."""
         self._call.cancel()
-        self._has_room.set()
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
 
-    def _abort(self, generation: Generation) -> None:
-        self._send(gateway_pb2.GenerateManyRequest(abort_request_id=generation.request_id))
+    def _abort(self, outputs: Outputs) -> None:
+        self._send(gateway_pb2.GenerateManyRequest(abort_request_id=outputs.request_id))
 
     def _send(self, instruction: gateway_pb2.GenerateManyRequest) -> None:
         self._instructions.append(instruction)
@@ -91,30 +93,31 @@ class Stream:
             error = GenerationError(grpc.StatusCode.CANCELLED, "the client was closed")
         finally:
             self.is_over = True
+            self._call.cancel()  # for an error of this side: nothing would read what the gateway goes on sending
             self._writer.cancel()
-            for generation in list(self._live.values()):
-                self._end(generation, error)
+            for outputs in list(self._live.values()):
+                self._end(outputs, error)
 
     def _deliver(self, message: gateway_pb2.GenerateManyResponse) -> None:
         for output in message.outputs:
-            generation = self._live.get(output.request_id)
-            if generation is None:
+            outputs = self._live.get(output.request_id)
+            if outputs is None:
                 continue
             self._buffered_tokens += len(output.token_ids)
-            generation.put(output)
-            if generation.is_ended:
-                self._end(generation)
+            outputs.put(output)
+            if outputs.is_ended:
+                self._end(outputs)
         for failed in message.errors:
-            generation = self._live.get(failed.request_id)
-            if generation is not None:
-                self._end(generation, from_status(failed.status))
-        if self._buffered_tokens > self._max_buffered_tokens:
+            outputs = self._live.get(failed.request_id)
+            if outputs is not None:
+                self._end(outputs, from_status(failed.status))
+        if self._buffered_tokens > self._max_buffered_tokens and not self._call.done():
             self._has_room.clear()
 
-    def _end(self, generation: Generation, error: GenerationError | None = None) -> None:
-        del self._live[generation.request_id]
+    def _end(self, outputs: Outputs, error: GenerationError | None = None) -> None:
+        del self._live[outputs.request_id]
         if error is not None:
-            generation.fail(error)
+            outputs.fail(error)
         self._on_ended()
 
     def _on_read(self, tokens: int) -> None:

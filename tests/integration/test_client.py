@@ -105,6 +105,32 @@ async def test_what_nobody_reads_holds_the_connection_back_and_is_not_lost(proto
         assert await other == expected([2], 4)
 
 
+async def test_early_exits_leave_nothing_that_holds_the_connection_back(protocol):
+    async with (
+        running_gateway(protocol) as stack,
+        Client(stack.gateway.servers.grpc_address, max_buffered_tokens=50) as client,
+    ):
+        for number in range(10):
+            async with await client.start([number], max_tokens=400) as generation:
+                await anext(generation)
+        await until(lambda: not client._stream._live)
+        assert client._stream._buffered_tokens == 0
+        assert await (await client.start([2], max_tokens=80)).tokens() == expected([2], 80)
+
+
+async def test_what_was_let_go_of_unread_does_not_hold_the_connection_back(protocol):
+    async with (
+        running_gateway(protocol) as stack,
+        Client(stack.gateway.servers.grpc_address, max_buffered_tokens=50) as client,
+    ):
+        await client.start([1], max_tokens=400)
+        async for _ in await client.start([1], max_tokens=400):
+            break
+        assert await (await client.start([2], max_tokens=80)).tokens() == expected([2], 80)
+        await until(lambda: not client._stream._live)
+        assert client._stream._buffered_tokens == 0
+
+
 async def test_an_id_that_is_live_is_refused_here(protocol):
     async with running_gateway(protocol) as stack, Client(stack.gateway.servers.grpc_address, max_live=2) as client:
         first = await client.start(request=make_request([1], 100, request_id="a"))
@@ -122,6 +148,21 @@ async def test_a_lost_connection_ends_its_requests_and_the_next_one_connects_aga
         with pytest.raises(GenerationError):
             await generation.tokens()
         assert await (await client.start([2], max_tokens=3)).tokens() == expected([2], 3)
+
+
+async def test_a_connection_that_is_lost_while_it_is_held_back_is_noticed(protocol):
+    async with (
+        running_gateway(protocol) as stack,
+        Client(stack.gateway.servers.grpc_address, max_buffered_tokens=50) as client,
+    ):
+        unread = await client.start([1], max_tokens=2000)
+        await until(lambda: not client._stream._has_room.is_set())
+        lost = client._stream
+        lost._call.cancel()
+        await until(lambda: lost.is_over)
+        assert await (await client.start([2], max_tokens=3)).tokens() == expected([2], 3)
+        with pytest.raises(GenerationError):
+            await unread.tokens()
 
 
 async def test_closing_ends_what_is_live(protocol):
