@@ -145,16 +145,7 @@ class Driver:
             return
         if now is None:
             now = self.clock()
-        effects = self.router.handle(event, now)
-        if effects:
-            self._run_all(effects)
-            if self._waiting:
-                now = self._run_waiting()
-        if self.router.dirty and not self._is_flush_scheduled:
-            self._schedule_flush()
-        due_at = self.router.next_due()
-        if due_at is not None:
-            self._schedule_tick(due_at, now)
+        self._follow(self.router.handle(event, now), now)
 
     def submit(self, arrived: RequestArrived) -> Request:
         """Admit a request. Raises `GatewayError` when it is refused; nothing is held then.
@@ -169,16 +160,8 @@ class Driver:
         effects = self.router.handle(arrived, now)
         first = effects[0]
         # A refusal too can come with effects for others: any event may let queued requests go.
-        if len(effects) > 1:
-            del effects[0]
-            self._run_all(effects)
-            if self._waiting:
-                now = self._run_waiting()
-        if self.router.dirty and not self._is_flush_scheduled:
-            self._schedule_flush()
-        due_at = self.router.next_due()
-        if due_at is not None:
-            self._schedule_tick(due_at, now)
+        del effects[0]
+        self._follow(effects, now)
         if type(first) is RequestRefused:
             try:
                 raise first.error
@@ -195,6 +178,18 @@ class Driver:
 
     def _tick(self) -> None:
         self.emit(_TICK)
+
+    def _follow(self, effects: list[Effect], now: float) -> None:
+        """Do what an event at `now` wants done, and see to its output and to the next moment that the core names."""
+        if effects:
+            self._run_all(effects)
+            if self._waiting:
+                now = self._run_waiting()
+        if self.router.dirty and not self._is_flush_scheduled:
+            self._schedule_flush()
+        due_at = self.router.next_due()
+        if due_at is not None:
+            self._schedule_tick(due_at, now)
 
     def _run_all(self, effects: list[Effect]) -> None:
         """One effect's defect must not swallow the others: each may belong to another request."""

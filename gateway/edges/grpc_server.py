@@ -70,7 +70,7 @@ class GrpcServers:
         self._security = Security(config.listen) if security is None else security
         self.gate = CallGate(config)
         self._gateway = GatewayService(config, driver, self.gate)
-        self._admin = AdminService(config, driver, reloader)
+        self.admin = AdminService(config, driver, reloader)
         self._health = HealthService()
         self._health.set(LIVENESS, is_serving=True)
         self._engine_services = tuple(engine_services)
@@ -89,7 +89,7 @@ class GrpcServers:
             connections = max_connections(self._config)
             self.grpc_address = await self._serve("grpc", listen.grpc, services, connections, self.gate)
             connections = min(connections, MAX_ADMIN_CONNECTIONS)
-            self.admin_address = await self._serve("admin", listen.admin, (self._admin.service,), connections)
+            self.admin_address = await self._serve("admin", listen.admin, (self.admin.service,), connections)
         except ListenError:
             await self._stop_servers(None)
             raise
@@ -98,7 +98,7 @@ class GrpcServers:
     def configure(self, config: Config) -> None:
         """Go by another configuration from the next call on. Addresses and connections stay as they are."""
         self.gate.configure(config)
-        for service in (self._gateway.service, self._admin.service, *self._engine_services):
+        for service in (self._gateway.service, self.admin.service, *self._engine_services):
             service.configure(config)
         for server in self._servers:
             grpc_transport.configure(server, config)

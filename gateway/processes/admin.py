@@ -39,7 +39,7 @@ class AdminRelay:
 
     def servers(self, config: "Config", *parts: Any) -> GrpcServers:
         """The listeners of this process; the first one's pass on what is for all."""
-        servers = _Servers(config, *parts)
+        servers = GrpcServers(config, *parts)
         self._config, self._admin = config, servers.admin
         if not self._process:
             servers.admin.service = self._passing_on(servers.admin.service)
@@ -87,10 +87,3 @@ class AdminRelay:
             total.entries += other.entries
             total.bytes += other.bytes
         return total.SerializeToString()
-
-
-class _Servers(GrpcServers):
-    @property
-    def admin(self) -> AdminService:
-        """What operators call."""
-        return self._admin
