@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import grpc
 
+from gateway.client.errors import GenerationError
 from gateway.client.generation import Generation
 from gateway.client.stream import Stream
 from gateway.v1 import gateway_pb2
@@ -41,6 +42,7 @@ class Client:
         self._max_buffered_tokens = max_buffered_tokens
         self._room = asyncio.Semaphore(max_live)
         self._stream: Stream | None = None
+        self._is_closed = False
         self._next_number = 1
 
     async def start(
@@ -53,7 +55,7 @@ class Client:
         """Send a request; `sampling` are fields of `gateway.v1.Sampling`. Refusals are raised when it is read.
 
         A whole `request` may be given in place of a prompt. Without an id it gets one; an id that is live here already
-        raises `ValueError`.
+        raises `ValueError`. Of a client that is closed, also while this waits for room, `GenerationError` is raised here.
         """
         if request is None:
             request = gateway_pb2.GenerateRequest(
@@ -72,9 +74,12 @@ class Client:
 
     async def close(self) -> None:
         """End every live request and close the connection."""
-        if self._stream is not None:
-            await self._stream.cancel()
-        await self._channel.close()
+        self._is_closed = True
+        try:
+            if self._stream is not None:
+                await self._stream.cancel()
+        finally:
+            await self._channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -85,6 +90,8 @@ class Client:
         await self.close()
 
     def _open(self) -> Stream:
+        if self._is_closed:
+            raise GenerationError(grpc.StatusCode.CANCELLED, "the client was closed")
         if self._stream is None or self._stream.is_over:
             self._stream = Stream(self._channel, self._metadata, self._max_buffered_tokens, on_ended=self._room.release)
         return self._stream

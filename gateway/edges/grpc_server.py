@@ -54,7 +54,8 @@ class ListenError(Exception):
 class GrpcServers:
     """Both listeners and their readiness.
 
-    `grpc_address` and `admin_address` are the bound HOST:PORT, with the real port where port 0 was asked for.
+    `grpc_address` and `admin_address` are the bound HOST:PORT, with the real port where port 0 was asked for. `admin` is what
+    operators call.
     """
 
     def __init__(

@@ -43,6 +43,22 @@ async def test_a_refusal_is_typed_and_ends_that_request_only(protocol):
         assert await good.tokens() == expected([1, 2], 4)
 
 
+async def test_a_start_that_waits_for_room_is_told_of_the_close(protocol):
+    async with running_gateway(protocol, auto_step=False) as stack:
+        client = Client(stack.gateway.servers.grpc_address, max_live=1)
+        first = await client.start([1], max_tokens=4)
+        waiting = [asyncio.create_task(client.start([2], max_tokens=4)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await client.close()
+        for task in waiting:
+            with pytest.raises(GenerationError, match="closed"):
+                await task
+        with pytest.raises(GenerationError, match="closed"):
+            await client.start([3])
+        with pytest.raises(GenerationError):
+            await first.tokens()
+
+
 async def test_a_refusal_for_now_says_when_to_come_back(protocol):
     async with (
         running_gateway(protocol, auto_step=False, admission={"max_in_flight": 1}) as stack,
