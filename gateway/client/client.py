@@ -62,6 +62,9 @@ class Client:
                 prompt_token_ids=prompt_token_ids, sampling=gateway_pb2.Sampling(**sampling)
             )
         if not request.request_id:
+            # A copy: the caller may send the same one again.
+            given, request = request, gateway_pb2.GenerateRequest()
+            request.CopyFrom(given)
             request.request_id = f"c{self._next_number}"
             self._next_number += 1
         await self._room.acquire()

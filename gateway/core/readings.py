@@ -61,7 +61,7 @@ class Readings:
     def is_resting(self) -> bool:
         """Whether nothing is under way that time alone would change: a `Tick` may come later than usual."""
         parts, states = self._parts, self.ranks.state
-        if len(parts.registry) or parts.load.foreign:
+        if len(parts.registry) or parts.load.foreign or any(self.ranks.is_blocked):
             return False
         return states.count(RankState.READY) + states.count(RankState.ABSENT) == len(states)
 

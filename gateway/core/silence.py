@@ -4,8 +4,8 @@ An idle engine is silent, and so is one in a long prefill: neither sends anythin
 with work in flight (or with messages that the rank does not take) counts, any message sets the clock back, and prompts
 without a token get time of their own, by the most of them that there was since the last message: what was aborted
 meanwhile has cost the rank its time all the same. Time is added step by step, little of it at once: a gateway that
-stood still itself has heard nobody, which says nothing about the ranks. Nor does the time up to the first step that
-finds work, as steps are rare while there is none.
+stood still itself has heard nobody, which says nothing about the ranks. Little counts in particular of the time up to the
+first step that finds work, as steps are rare while there is none.
 
 A rank that takes no messages and has no work of ours owes that it takes them: what it says meanwhile, of other gateways'
 work, doesn't count.
@@ -20,6 +20,8 @@ from gateway.core.columns import resize
 from gateway.core.ranks import SERVING, RankState, RankTable
 
 MAX_STEP_S = 1.0
+FIRST_STEP_S = 0.05
+"""At most so much is added when nobody owed anything at the step before."""
 _STEPS = 4
 """At least so many steps lead to a loss, so that what waits in the sockets is read before."""
 _SUSPECT = RankState.SUSPECT
@@ -33,6 +35,7 @@ class Silence:
         self._table = table
         self.most_queued = [0] * table.size
         self._last_step_at: float | None = None
+        self._was_owed = True
         self.configure(settings)
 
     def configure(self, settings: Settings | None) -> None:
@@ -71,7 +74,7 @@ class Silence:
         over: list[int] = []
         if last is None or self._after_s == inf:
             return overdue, over
-        elapsed_s = min(now - last, self._max_step_s)
+        elapsed_s = min(now - last, self._max_step_s if self._was_owed else min(self._max_step_s, FIRST_STEP_S))
         table, most_queued = self._table, self.most_queued
         silent_s, queued_tokens, half_s = table.silent_s, table.queued_tokens, self._after_s / 2
         is_owed = False
@@ -89,8 +92,7 @@ class Silence:
                 over.append(rank)
             elif own_s >= half_s:
                 overdue.append(rank)
-        if not is_owed:
-            self._last_step_at = None
+        self._was_owed = is_owed
         return overdue, over
 
     def _owes_a_sign(self, rank: int) -> bool:

@@ -84,6 +84,8 @@ class Ticks:
             if self._loop is not None:
                 self.rests = self._is_resting()
                 self._early_at = now + EARLY_S
+                if self._next is not None:
+                    self._next.cancel()  # a job may have begun something
                 self._next = self._loop.call_later(REST_S if self.rests else INTERVAL_S, self._tick)
 
     def _call(self, job: _Job) -> None:

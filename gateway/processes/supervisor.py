@@ -195,11 +195,29 @@ class Supervisor:
                 "grpc": self._held.address,
             }
         )
+        told: dict[int, bytes] = {}
+        # It serves already, and to catch up may have to wait for a reload.
+        await self._drain_again(child, told)
         await self._reload.catch_up(child, text)
         self._relay.started(child.number)
+        await self._drain_again(child, told)
+
+    async def _drain_again(self, child: Child, told: dict[int, bytes]) -> None:
+        """Let a process that has started drain what is drained, but for what it was told already."""
         for rank, request in list(self._drained.items()):
-            if self._drained.get(rank) is request:  # else it ended while the process was asked for another one
-                await child.ask("apply", {"method": "DrainRank", "request": request}, _APPLY_TIMEOUT_S)
+            # Not what ended while it was asked for another one. A rank that is configured no more is unknown to it.
+            if self._drained.get(rank) is request and told.get(rank) is not request and rank < ranks_of(self.config):
+                told[rank] = request
+                await self._apply(child, {"method": "DrainRank", "request": request})
+
+    async def _apply(self, child: Child, body: Any) -> bytes | None:
+        """Let a process do what all have to do; its answer, None without one."""
+        try:
+            answer: bytes = await child.ask("apply", body, _APPLY_TIMEOUT_S)
+        except PeerError as error:
+            self.log.warning("not_applied", process=child.number, method=body["method"], error=str(error))
+            return None
+        return answer
 
     async def _keep(self, child: Child) -> int:
         """Start the process again whenever it ends, until all are to stop. Returns its last exit code."""
@@ -241,12 +259,14 @@ class Supervisor:
                     child.kill()
 
     async def _tell_to_stop(self, *, hurry: bool) -> None:
-        for child in self._children:
+        async def tell(child: Child) -> None:
             try:
                 await child.ask("stop", hurry, _APPLY_TIMEOUT_S)
             except PeerError as error:
                 if child.is_up:
                     self.log.warning("process_not_told", process=child.number, error=str(error))
+
+        await asyncio.gather(*map(tell, self._children))
 
     async def _pass_hurry_on(self) -> None:
         await self._hurry.wait()
@@ -258,18 +278,11 @@ class Supervisor:
     async def _on_everywhere(self, body: Any) -> dict[int, bytes]:
         """The first process was asked for what all have to do. Returns the others' answers."""
         if body["method"] == "DrainRank":
-            # A rank that was removed and still ends its work is unknown to a process that starts now.
-            if body["rank"] < ranks_of(self.config):
-                self._drained[body["rank"]] = body["request"]
+            self._drained[body["rank"]] = body["request"]
         elif body["method"] == "UndrainRank":
             self._drained.pop(body["rank"], None)
-        answers: dict[int, bytes] = {}
-        for child in self._children[1:]:
-            try:
-                answers[child.number] = await child.ask("apply", body, _APPLY_TIMEOUT_S)
-            except PeerError as error:
-                self.log.warning("not_applied", process=child.number, method=body["method"], error=str(error))
-        return answers
+        answers = {child.number: await self._apply(child, body) for child in self._children[1:]}
+        return {number: answer for number, answer in answers.items() if answer is not None}
 
     def _on_ready(self, rank: int) -> None:
         """A new engine process has the rank: a restart is what it was drained for."""
@@ -277,8 +290,6 @@ class Supervisor:
 
     def _in_force(self, config: Config) -> None:
         self.config = self._page.config = config
-        for rank in [rank for rank in self._drained if rank >= ranks_of(config)]:
-            del self._drained[rank]
         logs.configure(config.observability.log_level, config.observability.log_format)
 
     def _say_ready(self) -> None:

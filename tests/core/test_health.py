@@ -17,7 +17,7 @@ from gateway.core.events import (
 )
 from gateway.core.health import MAX_JOINING_S
 from gateway.core.probes import FIRST_S, MAX_S
-from gateway.core.silence import MAX_STEP_S
+from gateway.core.silence import FIRST_STEP_S, MAX_STEP_S
 from gateway.types import Sampling
 from tests.support.core import Bench, load, make_info, wire_id
 
@@ -77,12 +77,24 @@ def test_time_at_rest_is_no_silence():
     """Steps are rare while nothing is in flight: the first one that finds work must not count what came before."""
     bench = make(1)
     bench.tick()
-    bench.tick(MAX_STEP_S / 2)
+    bench.tick(MAX_STEP_S)
     bench.request()
-    bench.tick(0.01)
-    assert bench.router.ranks.silent_s == [0.0]
-    bench.tick(0.05)
-    assert bench.router.ranks.silent_s == [pytest.approx(0.05)]
+    bench.tick(0.25)
+    assert bench.router.ranks.silent_s == [FIRST_STEP_S]
+    bench.tick(0.25)
+    assert bench.router.ranks.silent_s == [pytest.approx(FIRST_STEP_S + 0.25)]
+
+
+def test_requests_that_live_shortly_add_up_to_silence():
+    bench = make(1)
+    requests = 0
+    while state(bench) == "READY":
+        request = bench.request()
+        requests += 1
+        bench.tick(0.05)
+        bench.cancel(request, Reason.CANCELLED)
+        bench.tick(0.25)
+    assert requests == pytest.approx(AFTER_S / 2 / FIRST_STEP_S, abs=2)
 
 
 def test_a_silent_rank_with_work_is_suspect_and_gets_nothing_new_until_it_is_heard():
@@ -124,7 +136,7 @@ def test_time_without_work_does_not_count_and_time_with_work_adds_up():
     bench = make()
     for _ in range(4):
         request = bench.request(pinned_rank=0)
-        bench.pass_time(1.0)
+        bench.pass_time(1.0, step_s=0.05)
         bench.cancel(request, Reason.CANCELLED)
         bench.pass_time(60.0, step_s=1.0)
         assert state(bench) == "READY"

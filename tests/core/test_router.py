@@ -318,6 +318,13 @@ class TestRest:
         assert bench.router._load.foreign
         assert not bench.router.is_resting
 
+    def test_not_while_a_rank_takes_no_messages(self):
+        bench = Bench(2)
+        bench.send(SendBlocked(1, 1))
+        assert not bench.router.is_resting
+        bench.send(SendUnblocked(1, 1))
+        assert bench.router.is_resting
+
     def test_not_while_a_rank_is_neither_ready_nor_absent(self):
         bench = Bench(2)
         bench.lose(0)

@@ -160,6 +160,16 @@ def test_a_job_may_stop_the_ticks(world):
     assert len(world.timers) == 1
 
 
+def test_a_job_that_begins_something_leaves_one_timer(world):
+    world.is_resting = True
+    world.ticks.every(INTERVAL_S, world.ticks.wake)
+    world.ticks.start()
+    world.fire()
+    assert [timer.is_cancelled for timer in world.timers[1:]] == [True, False]
+    world.ticks.stop()
+    assert all(timer.is_cancelled for timer in world.timers[1:])
+
+
 class Sink:
     def flush(self, sequence):
         sequence.take()

@@ -43,6 +43,15 @@ async def test_a_refusal_is_typed_and_ends_that_request_only(protocol):
         assert await good.tokens() == expected([1, 2], 4)
 
 
+async def test_a_whole_request_may_be_sent_again_while_it_is_live(protocol):
+    async with running_gateway(protocol) as stack, Client(stack.gateway.servers.grpc_address) as client:
+        request = make_request([1, 2], 4)
+        request.ClearField("request_id")
+        generations = [await client.start(request=request) for _ in range(3)]
+        for generation in generations:
+            assert await generation.tokens() == expected([1, 2], 4)
+
+
 async def test_a_start_that_waits_for_room_is_told_of_the_close(protocol):
     async with running_gateway(protocol, auto_step=False) as stack:
         client = Client(stack.gateway.servers.grpc_address, max_live=1)

@@ -153,7 +153,7 @@ async def test_drains_come_and_go_while_a_process_is_told_of_them(site):
     gate.set()
     await asyncio.gather(*others)
     await site.restarted(1)
-    assert child.drained == [0, 2]
+    assert set(child.drained) == {0, 2}
     site.kill(1)
     await site.restarted(1, starts=3)
-    assert child.drained == [0, 2]
+    assert set(child.drained) == {0, 2}

@@ -71,7 +71,7 @@ async def test_what_a_rank_gives_up_goes_on_at_the_other_one(site, client, direc
 
 async def test_what_cant_be_resumed_ends_with_its_exact_prefix(site, client):
     """Sampled without a seed: another rank would go on with another distribution than the client's."""
-    request = make_request(PROMPT, LONG, sampling={"temperature": 1.0}, data_parallel_rank=1)
+    request = make_request(PROMPT, LONG, sampling={"temperature": 1.0, "ignore_eos": True}, data_parallel_rank=1)
     generation = await started(client, request)
     site.processes[1].kill()
     outcome = await generation.done()

@@ -28,7 +28,7 @@ from gateway.wire.registry import protocol_for
 
 LOOK_S = 0.25
 """How often `look` is to be called."""
-RANKS_PER_LOOK = 64
+RANKS_PER_LOOK = 320
 """Looking at one rank costs about 5 µs; with more ranks than this each gets its turn less often."""
 MONITOR_ROUNDS = 2
 """Monitors are looked at every other time: a lost edge there only delays a loss."""

@@ -43,11 +43,11 @@ class Deadlines:
                 del self._intervals[number]
 
     def expire(self, now: float) -> None:
-        """End the calls whose deadline has passed, up to one interval late and never early."""
+        """End the calls whose deadline has passed, up to two intervals late and never early."""
         last = int(now / INTERVAL_S)
         for number in [number for number in self._intervals if number <= last]:
-            calls = self._intervals[number]
-            # One that fails leaves the others to the next time.
+            calls = self._intervals.get(number)
+            # One that fails leaves the others to the next time; one may end another.
             while calls:
                 calls.pop().expire()
             self._intervals.pop(number, None)
