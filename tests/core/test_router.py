@@ -8,7 +8,6 @@ from gateway.core.events import (
     AbortAll,
     BatchReceived,
     DrainStarted,
-    LoadReported,
     RankLost,
     SendBlocked,
     SendFailed,
@@ -16,9 +15,8 @@ from gateway.core.events import (
     Tick,
 )
 from gateway.core.lifecycle import Evidence
-from gateway.core.ranks import RankState
 from gateway.types import EngineBatch, Sampling, TokenLogprob
-from tests.support.core import Bench, load, make_info, wire_id
+from tests.support.core import Bench, make_info, wire_id
 
 
 def refused(bench: Bench, *args, **request) -> GatewayError:
@@ -287,49 +285,6 @@ def test_a_blocked_rank_is_not_eligible():
     assert [bench.request().last_rank for _ in range(4)] == [1] * 4
     bench.send(SendUnblocked(0, 1))
     assert bench.request().last_rank == 0
-
-
-class TestRest:
-    """Only where nothing is under way may a tick be late."""
-
-    def test_with_nothing_under_way(self):
-        bench = Bench(2, join=False)
-        assert bench.router.is_resting, "who is not there yet is waited for by nobody's clock"
-        bench.join(0)
-        bench.join(1)
-        assert bench.router.is_resting
-
-    @pytest.mark.parametrize("mode", ["direct", "queue"])
-    def test_not_from_a_request_s_arrival_to_its_end(self, mode):
-        bench = Bench(1, scheduling={"mode": mode})
-        request = bench.request()
-        assert not bench.router.is_resting
-        bench.finish(request)
-        assert bench.router.is_resting
-
-    def test_not_while_a_request_waits(self):
-        bench = Bench(1, join=False, scheduling={"mode": "queue"})
-        bench.request()
-        assert not bench.router.is_resting
-
-    def test_not_while_other_gateways_load_has_to_be_confirmed(self):
-        bench = Bench(1)
-        bench.send(LoadReported(0, 1, load(3, 0)))
-        assert bench.router._load.foreign
-        assert not bench.router.is_resting
-
-    def test_not_while_a_rank_takes_no_messages(self):
-        bench = Bench(2)
-        bench.send(SendBlocked(1, 1))
-        assert not bench.router.is_resting
-        bench.send(SendUnblocked(1, 1))
-        assert bench.router.is_resting
-
-    def test_not_while_a_rank_is_neither_ready_nor_absent(self):
-        bench = Bench(2)
-        bench.lose(0)
-        assert bench.router.ranks.state[0] is RankState.LOST
-        assert not bench.router.is_resting
 
 
 def test_deadlines_end_requests_at_the_tick():
