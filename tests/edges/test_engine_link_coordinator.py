@@ -233,10 +233,6 @@ async def test_a_restarted_gateway_is_the_coordinator_of_its_running_ranks_again
 async def test_ranks_that_step_together_in_a_group_that_is_not_coupled_are_a_warning(coupled, size, lines):
     """vLLM says a size above 1 only then: they would wait for each other for ever."""
     async with running_link(family="vllm", coupled=coupled) as harness:
-        engine = harness.engine(0)
-        engine.hello()
-        await engine.init()
-        engine.register(ready_response("vllm", data_parallel_size=size))
-        engine.ready()
+        await harness.engine(0).join(ready_response("vllm", data_parallel_size=size))
         await until(lambda: harness.joins)
         assert len(harness.logged("group_not_coupled")) == lines

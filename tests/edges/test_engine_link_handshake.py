@@ -412,10 +412,6 @@ async def test_the_temporary_directory_is_private_and_goes_away():
 @pytest.mark.parametrize(("version", "family_of"), [("tokenspeed-0.1.1", "tokenspeed"), ("0.32.0", "vllm"), ("", None)])
 async def test_an_engine_of_another_family_is_an_error_in_the_log(family, version, family_of):
     async with running_link(family=family) as harness:
-        engine = harness.engine(0)
-        engine.hello()
-        await engine.init()
-        engine.register(ready_response(family, vllm_version=version))
-        engine.ready()
+        await harness.engine(0).join(ready_response(family, vllm_version=version))
         await until(lambda: harness.joins)
         assert len(harness.logged("protocol_mismatch")) == (family_of not in (family, None))

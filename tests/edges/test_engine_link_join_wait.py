@@ -144,11 +144,7 @@ async def test_a_restarted_gateway_goes_on_waiting(tmp_path: Path):
 @pytest.mark.parametrize(("tokens", "lines"), [(4095, 1), (4096, 0), (5000, 0)])
 async def test_a_rank_with_a_smaller_context_than_is_configured_is_a_warning(tokens, lines):
     async with running_link() as harness:
-        engine = harness.engine(1)
-        engine.hello()
-        await engine.init()
-        engine.register(ready_response("tokenspeed", max_model_len=tokens))
-        engine.ready()
+        await harness.engine(1).join(ready_response("tokenspeed", max_model_len=tokens))
         await until(lambda: harness.joins)
         found = harness.logged("rank_context_smaller")
         assert len(found) == lines

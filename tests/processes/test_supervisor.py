@@ -141,6 +141,49 @@ async def test_a_drain_ends_with_the_restart_of_its_rank(site):
     assert site.children[1].drained == [1]
 
 
+async def test_a_rank_that_leaves_and_comes_back_is_still_drained(site):
+    """In the processes that run it is, unless a new engine has it."""
+    await site.tell("DrainRank", 3)
+    await site.scale_in(3)
+    await site.scale_in(4)
+    site.kill(1)
+    await site.restarted(1)
+    assert site.children[1].drained == [3]
+
+
+async def test_a_process_that_starts_drains_before_it_waits_for_a_reload(site):
+    """It serves already: what is drained must not get work for as long as a reload takes."""
+    await site.tell("DrainRank", 1)
+    gate = site.children[0].gates["check"] = asyncio.Event()
+    site.write(RANKS + 1)
+    reload = asyncio.create_task(site.supervisor.reload("SIGHUP"))
+    await until(lambda: "check" in [what for what, _ in site.children[0].asked])
+    site.kill(1)
+    await until(lambda: site.children[1].starts == 2 and site.children[1].drained == [1])
+    assert not reload.done()
+    gate.set()
+    await reload
+    await site.restarted(1)
+    assert site.children[1].drained == [1]
+
+
+async def test_a_drain_that_is_refused_ends_no_process(site):
+    await site.tell("DrainRank", 0)
+    await site.tell("DrainRank", 2)
+    site.children[1].rank_count = 1  # it has taken a reload that the others have not
+    site.kill(1)
+    await site.restarted(1)
+    assert site.children[1].drained == [0, 2]
+
+
+async def test_a_process_that_hangs_keeps_the_others_from_no_stop(site):
+    gate = site.children[0].gates["stop"] = asyncio.Event()
+    site.supervisor.on_stop()
+    await until(lambda: ("stop", False) in site.children[1].asked)
+    assert site.children[0].is_up
+    gate.set()
+
+
 async def test_drains_come_and_go_while_a_process_is_told_of_them(site):
     await site.tell("DrainRank", 0)
     await site.tell("DrainRank", 1)

@@ -174,15 +174,15 @@ class RawEngine:
         assert self.addresses is not None
         self.output = self.dial(self.addresses[1], zmq.PUSH)
 
-    async def join(self) -> None:
+    async def join(self, registration: bytes | None = None) -> None:
         """TokenSpeed says READY before it registers, vLLM after."""
         self.hello()
         await self.init()
         if self.family == "tokenspeed":
             self.ready()
-            self.register()
+            self.register(registration)
         else:
-            self.register()
+            self.register(registration)
             self.ready()
         self.connect_output()
 
